@@ -1,0 +1,71 @@
+"""Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) of the GLM-4 families."""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .config import ModelConfig
+from .kernels import TORCH, Kernels
+from .ops import rope, rope_angles
+from .spec import Param
+
+
+def gqa_specs(cfg: ModelConfig) -> dict[str, Param]:
+    specs = {
+        "q": Param("(heads head_dim) embed", fan_in="embed", hf="{layer}.self_attn.q_proj.weight"),
+        "k": Param("(kv_heads head_dim) embed", fan_in="embed", hf="{layer}.self_attn.k_proj.weight"),
+        "v": Param("(kv_heads head_dim) embed", fan_in="embed", hf="{layer}.self_attn.v_proj.weight"),
+        "o": Param("embed (heads head_dim)", fan_in="heads head_dim", hf="{layer}.self_attn.o_proj.weight"),
+    }
+    if cfg.attention_bias:
+        specs |= {
+            "q_bias": Param("(heads head_dim)", init="zeros", hf="{layer}.self_attn.q_proj.bias"),
+            "k_bias": Param("(kv_heads head_dim)", init="zeros", hf="{layer}.self_attn.k_proj.bias"),
+            "v_bias": Param("(kv_heads head_dim)", init="zeros", hf="{layer}.self_attn.v_proj.bias"),
+        }
+    if cfg.use_qk_norm:
+        specs |= {
+            "q_norm": Param("head_dim", init="ones", hf="{layer}.self_attn.q_norm.weight"),
+            "k_norm": Param("head_dim", init="ones", hf="{layer}.self_attn.k_norm.weight"),
+        }
+    return specs
+
+
+def attn_gqa(
+    params: Mapping[str, Tensor],
+    x: Float[Tensor, "b s d"],
+    positions: Int[Tensor, "b s"] | None = None,
+    segments: Int[Tensor, "b s"] | None = None,
+    *,
+    rotary_dim: int | None = None,
+    theta: float = 1e4,
+    interleaved: bool = True,
+    eps: float = 1e-6,
+    kernels: Kernels = TORCH,
+) -> Float[Tensor, "b s d"]:
+    """Causal attention with fewer key and value heads than query heads.
+
+    params: q [h, k, d], k and v [n, k, d], o [d, h, k]; optionally q_bias, k_bias, v_bias, and q_norm, k_norm [k],
+    which norm each head before the rotation. h must be a multiple of n.
+    positions: of each token for RoPE, 0, 1, ... when absent. segments: a token attends inside its own only.
+    rotary_dim: how many dims of a head RoPE turns, all when absent.
+    """
+    head_dim = params["q"].shape[1]
+
+    def project(name: str) -> Float[Tensor, "b s h k"]:
+        weight, bias = params[name], params.get(f"{name}_bias")
+        bias = None if bias is None else bias.flatten()
+        return kernels.linear(x, weight.flatten(0, 1), bias).unflatten(-1, weight.shape[:2])
+
+    q, k, v = project("q"), project("k"), project("v")
+    if "q_norm" in params:
+        q, k = kernels.rms_norm(q, params["q_norm"], eps), kernels.rms_norm(k, params["k_norm"], eps)
+    if positions is None:
+        positions = torch.arange(x.shape[1], device=x.device)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = rope_angles(positions, rotary_dim or head_dim, theta, wide)
+    q, k = rope(q, cos, sin, interleaved), rope(k, cos, sin, interleaved)
+    y = kernels.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), segments)
+    return kernels.linear(y.transpose(1, 2).flatten(2), params["o"].flatten(1))

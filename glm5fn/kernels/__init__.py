@@ -1,0 +1,41 @@
+"""The few hot operations, chosen once as one value: `REFERENCE` is the slow spec, `TORCH` what equals it, fast."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import portable, reference
+
+
+class Kernels(NamedTuple):
+    """linear: (x [*b, i], weight [o, i], bias [o] | None) -> [*b, o].
+
+    rms_norm: (x [*b, d], weight [d], eps) -> [*b, d].
+    swiglu: (gate_up [*b, 2f]) -> [*b, f].
+    attention: (q [b, h, s, k], k [b, n, t, k], v [b, n, t, u], segments [b, s] | None, scale) -> [b, h, s, u], causal,
+    inside each segment; h is a multiple of n.
+    token_loss: (x [n, d], head [v, d], targets [n]) -> the sum of -log softmax(head x)[target], in at least fp32,
+    over the targets that are not IGNORE.
+    """
+
+    linear: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+    swiglu: Callable[..., Tensor]
+    attention: Callable[..., Tensor]
+    token_loss: Callable[..., Tensor]
+
+
+def kernels_of(module: ModuleType) -> Kernels:
+    return Kernels(*(getattr(module, name) for name in Kernels._fields))
+
+
+REFERENCE = kernels_of(reference)
+TORCH = kernels_of(portable)
+
+
+def kernels_for(kind: str, dtype: torch.dtype) -> Kernels:
+    """The kernels for a device type and a compute dtype."""
+    return TORCH

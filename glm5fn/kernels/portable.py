@@ -1,0 +1,131 @@
+"""The fast versions in plain torch, right on every device."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..ops import upcast
+from . import reference
+from .reference import IGNORE
+
+LOGITS = 1 << 22  # logits that the loss holds at once
+
+linear = F.linear
+
+
+class RMSNorm(torch.autograd.Function):
+    """Keeps x alone for the backward pass and does the arithmetic again there."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return reference.rms_norm(x, weight, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, ctx.eps = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wide = upcast(x)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
+        normed = wide * scale
+        weight_grad = (grad * normed.type_as(x)).flatten(0, -2).sum(0)
+        slope = upcast(grad * weight)
+        x_grad = (slope - normed * (slope * normed).mean(-1, keepdim=True)) * scale
+        return x_grad.type_as(x), weight_grad, None
+
+
+class SwiGLU(torch.autograd.Function):
+    """Keeps gate_up alone for the backward pass and does the arithmetic again there."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gate_up: Tensor) -> Tensor:
+        return reference.swiglu(gate_up)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        gate, up = ctx.saved_tensors[0].chunk(2, -1)
+        return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)), -1)
+
+
+def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, "d"], eps: float) -> Float[Tensor, "*b d"]:
+    """As `reference.rms_norm`."""
+    return RMSNorm.apply(x, weight, eps)
+
+
+def swiglu(gate_up: Float[Tensor, "*b 2f"]) -> Float[Tensor, "*b f"]:
+    """As `reference.swiglu`."""
+    return SwiGLU.apply(gate_up)
+
+
+def attention(
+    q: Float[Tensor, "b h s k"],
+    k: Float[Tensor, "b n t k"],
+    v: Float[Tensor, "b n t u"],
+    segments: Int[Tensor, "b s"] | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "b h s u"]:
+    """As `reference.attention`, by torch's fused attention; documents cost a mask of s x s booleans a row."""
+    if segments is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    steps = q.shape[2]
+    allowed = torch.ones(steps, steps, dtype=torch.bool, device=q.device).tril()
+    allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)
+
+
+class TokenLoss(torch.autograd.Function):
+    """The loss in chunks of rows, gradients made on the way, so that the logits of all rows never stand at once."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, head: Tensor, targets: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total = x.new_zeros((), dtype=wide)
+        x_grads, head_grad = [], head.new_zeros(head.shape, dtype=wide) if training else head.new_zeros(())
+        rows = max(1, LOGITS // head.shape[0])
+        for some, wanted in zip(x.split(rows), targets.split(rows), strict=True):
+            logits = upcast(some @ head.mT)
+            kept = (wanted != IGNORE)[:, None]
+            index = wanted.clamp(min=0)[:, None]
+            lse = logits.logsumexp(-1, keepdim=True)
+            total = total + ((lse - logits.gather(-1, index)) * kept).sum()
+            if training:
+                slope = logits.sub_(lse).exp_()
+                slope = slope.scatter_add(-1, index, -torch.ones_like(lse)).mul_(kept).type_as(x)
+                x_grads.append(slope @ head)
+                head_grad = head_grad + slope.mT @ some
+        x_grad = torch.cat(x_grads) if training else x.new_zeros(())
+        return total, x_grad, head_grad
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, x_grad, head_grad = output
+        ctx.mark_non_differentiable(x_grad, head_grad)
+        ctx.save_for_backward(x_grad, head_grad)
+        ctx.head_dtype = inputs[1].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x_grad, head_grad = ctx.saved_tensors
+        return (x_grad * grad).type_as(x_grad), (head_grad * grad).to(ctx.head_dtype), None, None
+
+
+def token_loss(x: Float[Tensor, "n d"], head: Float[Tensor, "v d"], targets: Int[Tensor, "n"]) -> Float[Tensor, ""]:
+    """As `reference.token_loss`, holding LOGITS logits at a time, forward and backward."""
+    training = torch.is_grad_enabled() and (x.requires_grad or head.requires_grad)
+    return TokenLoss.apply(x, head, targets, training)[0]

@@ -1,0 +1,52 @@
+"""The slow, obviously right versions: the spec that every other kernel must equal."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..ops import upcast
+
+IGNORE = -100  # the target of a position that must predict nothing
+
+
+def linear(x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, "o"] | None = None) -> Tensor:
+    y = x @ weight.mT
+    return y if bias is None else y + bias
+
+
+def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, "d"], eps: float) -> Float[Tensor, "*b d"]:
+    """x / sqrt(mean(x^2) + eps) * weight. Statistics in fp32, the weight applied after the cast back."""
+    wide = upcast(x)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).type_as(x) * weight
+
+
+def swiglu(gate_up: Float[Tensor, "*b 2f"]) -> Float[Tensor, "*b f"]:
+    """silu(gate) * up, the gate in the first half (Shazeer 2020, arXiv 2002.05202)."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def attention(
+    q: Float[Tensor, "b h s k"],
+    k: Float[Tensor, "b n t k"],
+    v: Float[Tensor, "b n t u"],
+    segments: Int[Tensor, "b s"] | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "b h s u"]:
+    """Each query attends to the keys of its own segment that stand at or before it."""
+    groups, steps = q.shape[1] // k.shape[1], q.shape[2]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = upcast(q @ k.mT) * (scale or 1 / math.sqrt(q.shape[-1]))
+    allowed = torch.ones(steps, steps, dtype=torch.bool, device=q.device).tril()
+    if segments is not None:
+        allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
+    return scores.masked_fill(~allowed, -math.inf).softmax(-1).type_as(v) @ v
+
+
+def token_loss(x: Float[Tensor, "n d"], head: Float[Tensor, "v d"], targets: Int[Tensor, "n"]) -> Float[Tensor, ""]:
+    logs = upcast(x @ head.mT).log_softmax(-1)
+    picked = logs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    return -picked.masked_fill(targets == IGNORE, 0.0).sum()

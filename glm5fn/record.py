@@ -1,0 +1,77 @@
+"""What a run tells: one JSON object a step in metrics.jsonl, a progress bar or plain lines, TensorBoard on request."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+METRICS = "metrics.jsonl"
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The records of a run, one a step."""
+    path = run / METRICS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Recorder:
+    """Appends to a run's record, from `step` on: what an abandoned attempt wrote beyond it is cut off.
+
+    Numbers that are not finite become null, which JSON has. On ranks that do not write it does nothing.
+    """
+
+    def __init__(self, out: Path, step: int, steps: int, tensorboard: bool, writer: bool) -> None:
+        self.writer, self.events = writer, None
+        if not writer:
+            return
+        kept = [json.dumps(record) + "\n" for record in read_metrics(out) if record["step"] <= step]
+        replacement = out / f".{METRICS}.partial"
+        replacement.write_text("".join(kept))
+        replacement.replace(out / METRICS)
+        self.file = (out / METRICS).open("a")
+        terminal = sys.stderr.isatty()
+        self.bar = tqdm(total=steps, initial=step, unit="step", disable=not terminal, dynamic_ncols=True)
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.events = SummaryWriter(str(out), purge_step=step + 1)
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.writer:
+            self.bar.close()
+            self.file.close()
+            if self.events is not None:
+                self.events.close()
+
+    def step(self, record: dict[str, Any]) -> None:
+        if not self.writer:
+            return
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in record.items()}
+        self.file.write(json.dumps(finite) + "\n")
+        self.file.flush()
+        shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in record.items() if k != "step"}
+        if self.bar.disable:
+            self.say(f"step {record['step']} " + " ".join(f"{k} {v}" for k, v in shown.items()))
+        else:
+            self.bar.set_postfix(
+                {k: shown[k] for k in ("loss", "lr", "tokens_per_second") if k in shown}, refresh=False
+            )
+            self.bar.update()
+        if self.events is not None:
+            for name, value in finite.items():
+                if name != "step" and value is not None:
+                    self.events.add_scalar(name, value, record["step"])
+
+    def say(self, text: str) -> None:
+        """A line for the person who watches."""
+        if self.writer:
+            self.bar.write(text) if not self.bar.disable else print(text, flush=True)

@@ -1,0 +1,259 @@
+"""One training run: set up, then step, record and save until done."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import checkpoint, mesh, model, settings
+from .checkpoint import State
+from .comm import Comm
+from .data import Data, held_out_batches, micro_batches, open_data
+from .device import choose, peak_flops, synchronize, widest
+from .flops import flops_per_token
+from .grad import value_and_grad
+from .hf import open_model, save_hf
+from .kernels import kernels_for
+from .launch import Interrupt
+from .losses import labels, loss
+from .optim import clip_scale, grad_norm, init_moments, learning_rate, update
+from .record import Recorder
+from .settings import RunConfig
+from .spec import Param, Region, init_region, shape
+from .tree import flatten
+
+PATIENCE = 10  # steps in a row without an update, after which a run gives up
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What stays the same from step to step."""
+
+    run: RunConfig
+    device: str
+    data: Data
+    comm: Comm
+    loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+
+
+def train(
+    run: RunConfig, out: Path, *, resume: str | None = None, init: Path | None = None, export: Path | None = None
+) -> bool:
+    """Train fresh, from the weights `init`, from a checkpoint `resume`, or from the newest one (`resume="auto"`).
+
+    Writes config.yaml, metrics.jsonl and checkpoints/ into `out`, and a Hugging Face directory to `export` at the
+    end. All ranks of a group call it alike. Returns whether the run came to its end: False if it was interrupted, in
+    which case it has saved. Raises RuntimeError, on all ranks together, for data or weights that cannot be used and
+    for what breaks on the way.
+    """
+    device = choose(run.device)
+    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+    grid = mesh.make_mesh(run.mesh, device)
+    setup = make_setup(run, device, dtype, grid)
+    path, notices = together(lambda: find(out / "checkpoints", resume))
+    state = together(lambda: begin(run, device, grid, path, init))
+    text = settings.dump(run)
+    notices = (*setup.data.notices, *notices, *(changes(path, text) if path else ()))
+    together(lambda: prepare(out, text))
+    with Recorder(out, state.step, run.steps, run.tensorboard, mesh.rank() == 0) as recorder, Interrupt() as interrupt:
+        for notice in notices:
+            recorder.say(notice)
+        if state.step >= run.steps:
+            recorder.say(f"nothing left to do: {run.steps} steps are done")
+        state, ended = follow(setup, state, out / "checkpoints", text, recorder, interrupt, peak_flops(device, dtype))
+        if ended and export is not None:
+            together(lambda: export_to(export, state, run))
+            recorder.say(f"exported to {export}")
+    return ended
+
+
+def make_setup(run: RunConfig, device: str, dtype: torch.dtype, grid: DeviceMesh | None) -> Setup:
+    comm = mesh.comm_for(grid, dtype, widest(device) if run.deterministic else torch.float32)
+    return Setup(
+        run=run,
+        device=device,
+        data=together(lambda: open_data(run.data, run.model, run.seed)),
+        comm=comm,
+        loss=partial(
+            loss,
+            cfg=run.model,
+            comm=comm,
+            kernels=kernels_for(device, dtype),
+            block=torch.compile(model.block) if run.compile else model.block,
+            recompute=run.recompute == "layer",
+        ),
+    )
+
+
+def together(function: Callable[[], T]) -> T:
+    """Call a function that has no exchanges inside; if it fails on one rank, RuntimeError on all."""
+    result, problem = None, None
+    try:
+        result = function()
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    mesh.agree(problem)
+    return result  # pyright: ignore[reportReturnType]
+
+
+def find(root: Path, resume: str | None) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, and what to say about it."""
+    if resume is None:
+        return None, []
+    if resume != "auto":
+        return Path(resume), [f"resuming {resume}"]
+    path, skipped = checkpoint.newest(root)
+    notices = [f"skipping a checkpoint that is not whole: {why}" for why in skipped]
+    return path, [*notices, f"resuming {path}" if path else f"no checkpoint in {root}: starting at step 0"]
+
+
+def begin(run: RunConfig, device: str, grid: DeviceMesh | None, path: Path | None, init: Path | None) -> State:
+    specs, dims = model.model_specs(run.model), run.model.dims
+    if path is not None:
+        return checkpoint.restore(path, run.model, run.optim, grid, run.layout, device)
+    if init is not None:
+        stored = flatten(open_model(init)[1])
+
+        def read(key: str, row: Param, region: Region) -> Tensor:
+            return stored[key].read(region).to(device, torch.float32)
+    else:
+
+        def read(key: str, row: Param, region: Region) -> Tensor:
+            return init_region(key, row, shape(row, dims), region, run.seed, run.model.initializer_range).to(device)
+
+    params = mesh.place(specs, dims, grid, run.layout, read)
+    return State(params=params, moments=init_moments(params, run.optim))
+
+
+def changes(path: Path, text: str) -> list[str]:
+    """The settings that differ from those that a checkpoint was trained with."""
+    old, new = (path / "config.yaml").read_text().splitlines(), text.splitlines()
+    differ = [f"{was.strip()} -> {now.strip()}" for was, now in zip(old, new, strict=False) if was != now]
+    return [f"settings changed since the checkpoint: {'; '.join(differ)}"] if differ else []
+
+
+def prepare(out: Path, text: str) -> None:
+    if mesh.rank() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.yaml").write_text(text)
+
+
+def follow(
+    setup: Setup,
+    state: State,
+    root: Path,
+    config: str,
+    recorder: Recorder,
+    interrupt: Interrupt,
+    peak: float | None,
+) -> tuple[State, bool]:
+    """Step, record and save until the run ends or is interrupted. Returns the last state, and whether it ended."""
+    run, idle, saved = setup.run, 0, state.step
+    ended = True
+
+    def save() -> None:
+        if not torch.isfinite(grad_norm(state.params, setup.comm)):
+            raise RuntimeError(f"step {state.step}: parameters are not finite, so they were not saved")
+        checkpoint.save(root, state, config, run.checkpoint.keep)
+
+    while state.step < run.steps:
+        start = time.perf_counter()
+        stepped = step(setup, state, interrupt.asked)
+        if stepped is None:
+            recorder.say(f"interrupted: saving step {state.step}")
+            ended = False
+            break
+        skipped = state.skipped
+        state, record = stepped
+        synchronize(setup.device)
+        seconds = time.perf_counter() - start
+        idle = idle + 1 if state.skipped > skipped else 0
+        record |= speed(setup, seconds, peak)
+        last = state.step == run.steps
+        if last or (run.eval_every and state.step % run.eval_every == 0):
+            record |= evaluate(setup, state.params)
+        recorder.step(record)
+        if idle == PATIENCE:
+            raise RuntimeError(f"{idle} steps in a row had no finite gradient or no label: see {run.name}'s metrics")
+        if idle == 0 and run.checkpoint.every and state.step % run.checkpoint.every == 0:
+            save()
+            saved = state.step
+    if saved != state.step:
+        save()
+    return state, ended
+
+
+def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]] | None:
+    """One optimizer step over the global batch; None, on all ranks, if any of them was asked to stop.
+
+    Parameters and moments are updated in place, unless the gradient is not finite or no position has a label: then
+    the step is counted as skipped and changes nothing but the data position.
+    """
+    run, comm = setup.run, setup.comm
+    micro = micro_batches(setup.data, state.samples, run.data, mesh.rank(), mesh.world())
+    batches = [{name: part.to(setup.device) for name, part in batch.items()} for batch in micro]
+    own = torch.stack([labels(batch) for batch in batches]).sum()
+    count, asked = comm.sum(torch.stack((own, own.new_tensor(stop)))).tolist()
+    if asked:
+        return None
+    run_loss = value_and_grad(setup.loss, widest(setup.device) if run.deterministic else None)
+    nll, grads = torch.zeros((), dtype=widest(setup.device), device=setup.device), {}
+    for batch in batches:
+        (_, metrics), grads = run_loss(state.params, batch, count=max(count, 1), into=grads)
+        nll += metrics["nll"]
+    norm = float(grad_norm(grads, comm).float())
+    lr = learning_rate(run.optim, state.step)
+    healthy = math.isfinite(norm) and count > 0
+    if healthy:
+        scale = clip_scale(norm, run.optim.clip)
+        update(state.params, grads, state.moments, model.model_specs(run.model), run.optim, lr, scale)
+    state = replace(
+        state,
+        step=state.step + 1,
+        samples=state.samples + run.data.global_batch,
+        skipped=state.skipped + (not healthy),
+    )
+    loss = float((comm.sum(nll) / max(count, 1)).float())
+    tokens = state.samples * run.data.seq_len
+    return state, {
+        "step": state.step,
+        "loss": loss,
+        "grad_norm": norm,
+        "lr": lr,
+        "tokens": tokens,
+        "skipped": state.skipped,
+    }
+
+
+def speed(setup: Setup, seconds: float, peak: float | None) -> dict[str, Any]:
+    """Tokens a second over all ranks, and the share of their peak that the model's FLOPs make (MFU)."""
+    data = setup.run.data
+    rate = data.global_batch * data.seq_len / seconds
+    mfu = peak and rate * flops_per_token(setup.run.model, data.seq_len) / (peak * mesh.world())
+    return {"tokens_per_second": rate, "mfu": mfu}
+
+
+@torch.no_grad()
+def evaluate(setup: Setup, params: Mapping[str, Any]) -> dict[str, float]:
+    """The exact mean loss over all held-out labels, and its perplexity; changes no state."""
+    totals = torch.zeros(2, dtype=widest(setup.device), device=setup.device)
+    for batch in held_out_batches(setup.data, setup.run.data, mesh.rank(), mesh.world()):
+        batch = {name: part.to(setup.device) for name, part in batch.items()}
+        _, metrics = setup.loss(params, batch, count=1)
+        totals += torch.stack((metrics["nll"], labels(batch)))
+    nll, count = setup.comm.sum(totals)
+    if not count:
+        return {}
+    return {"eval_loss": float(nll / count), "eval_perplexity": float((nll / count).exp())}
+
+
+def export_to(path: Path, state: State, run: RunConfig) -> None:
+    save_hf(path, state.params, run.model, gather=mesh.whole_tensor, writer=mesh.rank() == 0)

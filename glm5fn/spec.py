@@ -1,0 +1,152 @@
+"""One row per tensor: shape, init, sharding, HF keys, counts, decay and FLOPs are all read off a `Param`."""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .tree import leaves
+
+TILE = 256
+Region = tuple[tuple[int, int], ...]  # (start, size) for each dim: the part of a tensor that a rank holds
+
+
+@dataclass(frozen=True)
+class Param:
+    """A weight, written down once.
+
+    axes: the axis names of its dims, out first; parentheses join the dims that Hugging Face stores as one.
+    hf: its Hugging Face keys. Several keys are stacked on the leading axis.
+    fan_in: the axes that a matmul sums over. A row with one is a matrix: it has weight decay and costs FLOPs.
+    """
+
+    axes: str
+    hf: str | tuple[str, ...]
+    fan_in: str = ""
+    init: Literal["normal", "ones", "zeros"] = "normal"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.axes.replace("(", "").replace(")", "").split())
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.hf,) if isinstance(self.hf, str) else self.hf
+
+
+Specs = Mapping[str, Any]
+
+
+def shape(param: Param, dims: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(dims[name] for name in param.names)
+
+
+def hf_groups(param: Param, dims: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+    """For each dim of its Hugging Face tensors, the sizes of the dims that it joins; the stacked axis is taken off.
+
+    >>> hf_groups(Param("(heads head_dim) embed", hf="q"), {"heads": 4, "head_dim": 8, "embed": 10})
+    ((4, 8), (10,))
+    """
+    groups = [joined or alone for joined, alone in re.findall(r"\((.+?)\)|(\w+)", param.axes)]
+    sizes = tuple(tuple(dims[name] for name in group.split()) for group in groups)
+    return sizes[1:] if len(param.keys) > 1 else sizes
+
+
+def hf_shape(param: Param, dims: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of each of its Hugging Face tensors.
+
+    >>> hf_shape(Param("(heads head_dim) embed", hf="q"), {"heads": 4, "head_dim": 8, "embed": 10})
+    (32, 10)
+    """
+    return tuple(math.prod(group) for group in hf_groups(param, dims))
+
+
+def in_layer(specs: Specs, layer: str) -> dict[str, Any]:
+    """Fill `{layer}` into the Hugging Face keys of a block's rows."""
+    filled: dict[str, Any] = {}
+    for name, row in specs.items():
+        if isinstance(row, Param):
+            keys = tuple(key.format(layer=layer) for key in row.keys)
+            filled[name] = Param(row.axes, keys[0] if isinstance(row.hf, str) else keys, row.fan_in, row.init)
+        else:
+            filled[name] = in_layer(row, layer)
+    return filled
+
+
+def split_dims(param: Param, mesh_axes: tuple[str, ...], table: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
+    """Which dim of the tensor each mesh axis splits; a mesh axis that splits none is left out.
+
+    The table's order is the order of choice, and no dim is split twice. Of the tensor axes that a mesh axis may
+    split, dim 0 is taken where it can be, since gathering it needs no copy; else the first that the table names.
+    """
+    chosen: dict[str, int] = {}
+    for mesh_axis, wanted in table.items():
+        if mesh_axis not in mesh_axes:
+            continue
+        free = [param.names.index(name) for name in wanted if name in param.names]
+        free = [dim for dim in free if dim not in chosen.values()]
+        if free:
+            chosen[mesh_axis] = 0 if 0 in free else free[0]
+    return chosen
+
+
+def whole(size: tuple[int, ...]) -> Region:
+    return tuple((0, n) for n in size)
+
+
+def cut(size: int, parts: int, index: int) -> tuple[int, int]:
+    """The (start, size) of one part of a dim, in DTensor's uneven cut: ceil-sized parts, the last ones short or empty.
+
+    >>> [cut(7, 3, i) for i in range(3)], [cut(2, 3, i) for i in range(3)]
+    ([(0, 3), (3, 3), (6, 1)], [(0, 1), (1, 1), (2, 0)])
+    """
+    step = -(-size // parts)
+    start = min(index * step, size)
+    return start, min(step, size - start)
+
+
+def init_region(path: str, param: Param, size: tuple[int, ...], region: Region, seed: int, std: float) -> Tensor:
+    """Initial values of one region of a tensor, fp32 on the CPU.
+
+    Values are drawn in tiles that are seeded by path and place, so they depend on no layout, and a rank draws only
+    the tiles that its region meets.
+    """
+    values = torch.empty([n for _, n in region])
+    if param.init != "normal":
+        return values.fill_(1.0 if param.init == "ones" else 0.0)
+    steps = [1] * max(0, len(size) - 2) + [TILE] * min(2, len(size))
+    grids = [
+        range(start // step * step, start + n, step) if n else ()
+        for (start, n), step in zip(region, steps, strict=True)
+    ]
+    generator = torch.Generator()
+    for corner in product(*grids):
+        extent = [min(step, n - low) for low, step, n in zip(corner, steps, size, strict=True)]
+        digest = hashlib.blake2b(f"{seed} {path} {corner}".encode(), digest_size=8).digest()
+        generator.manual_seed(int.from_bytes(digest, "little", signed=True))
+        count = math.prod(extent)
+        # A draw of fewer than 16 numbers takes another path in torch, so none is made.
+        tile = torch.empty(max(count, 16)).normal_(0.0, std, generator=generator)[:count].view(extent)
+        source, target = [], []
+        for low, n, (start, wanted) in zip(corner, extent, region, strict=True):
+            first, last = max(low, start), min(low + n, start + wanted)
+            source.append(slice(first - low, last - low))
+            target.append(slice(first - start, last - start))
+        values[tuple(target)] = tile[tuple(source)]
+    return values
+
+
+def rows(specs: Specs) -> Iterator[tuple[str, Param]]:
+    """Yield `(path, row)` in the model's order. Walk these for order, never the params: files list keys sorted."""
+    yield from leaves(specs)
+
+
+def count(specs: Specs, dims: Mapping[str, int]) -> int:
+    """Number of parameters."""
+    return sum(math.prod(shape(row, dims)) for _, row in rows(specs))
