@@ -1,4 +1,4 @@
-"""GLM models in functional, pure PyTorch: parameters are nested dicts of tensors, the model is pure functions over them.
+"""GLM models in functional, pure PyTorch: nested dicts of tensors, and pure functions over them.
 
 The letters of shapes, in einsum strings and annotations alike: b batch, s query position, t key position, d embed,
 h query head, n key and value head, k query and key dim, u value dim, r rotated pair, f ffn hidden, v vocab.

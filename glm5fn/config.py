@@ -150,10 +150,7 @@ class ModelConfig:
         eos = list(self.eos_token_id)
         own["eos_token_id"] = eos if len(eos) > 1 else eos[0] if eos else None
         rope = {"rope_type": "default"} | {key: own[key] for key in ("rope_theta", "partial_rotary_factor")}
-        written = {
-            "hidden_act": "silu",
-            "rope_parameters": rope | {"partial_rotary_factor": self.partial_rotary_factor},
-        }
+        written = {"hidden_act": "silu", "rope_parameters": rope}
         if self.model_type in ARCHITECTURES:
             written["architectures"] = [ARCHITECTURES[self.model_type]]
         if self.model_type == "glm4_moe":
