@@ -7,7 +7,6 @@ from configs import RUNS
 from glm5fn import mesh
 from glm5fn.command import parse, refuse
 from glm5fn.config import ConfigError
-from glm5fn.device import choose
 from glm5fn.launch import end_with_launcher, launch, launched
 from glm5fn.run import train
 
@@ -16,7 +15,6 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 2 a command that cannot be run, 1 anything else."""
     try:
         command = parse(argv, RUNS)
-        kind = choose(command.run.device)
         refuse(command)
     except ConfigError as error:
         print(f"train.py: {error}", file=sys.stderr)
@@ -25,10 +23,10 @@ def main(argv: Sequence[str]) -> int:
         return launch(__file__, argv, command.run.mesh.world)
     if launched():
         end_with_launcher()
-        mesh.start(kind)
+        mesh.start(command.run.device)
     try:
         ended = train(command.run, command.directory, resume=command.resume, init=command.init, export=command.export)
-    except (RuntimeError, OSError, ValueError) as error:
+    except mesh.RunError as error:
         if mesh.rank() == 0:
             print(f"train.py: {error}", file=sys.stderr)
         return 1

@@ -14,19 +14,20 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .config import ModelConfig
-from .files import TensorFiles, atomic_directory, contract, write_tensors
+from .files import TensorFiles, aside, atomic_directory, contract, settle, write_tensors
 from .mesh import agree, place, rank, whole_tensor
 from .model import model_specs
-from .settings import Layout, OptimConfig
+from .settings import CONFIG, Layout, OptimConfig
 from .spec import rows, shape
 from .tree import flatten, unflatten
 
 STATE = "state.json"
-NAME = re.compile(r"step_(\d{8})")
+# A kill while a step is saved again can leave the older save of it set aside: see `files.settle`.
+NAME = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.replaced")
+COUNTERS = ("step", "samples", "skipped")
 SCALARS = "updates"  # the moments' tree of counters, alike on every rank
 
 
@@ -44,8 +45,8 @@ class State:
 def save(root: Path, state: State, config: str, keep: int) -> Path:
     """Write `root/step_N`; then drop all but the `keep` newest, and those of later steps, which a resume abandoned.
 
-    All ranks call it, since all take part in gathering sharded tensors; rank 0 writes. If that fails, RuntimeError on
-    every rank, and what was there before still is.
+    All ranks call it, since all take part in gathering sharded tensors; rank 0 writes. If that fails, RunError on
+    every rank, and what was there before still is: nothing is dropped before the new one is whole.
     """
     path = root / f"step_{state.step:08}"
     items = {"params.safetensors": flatten(state.params), "moments.safetensors": flatten(state.moments)}
@@ -58,53 +59,62 @@ def save(root: Path, state: State, config: str, keep: int) -> Path:
                 for name, item in items.items():
                     header = [(key, leaf.dtype, tuple(leaf.shape)) for key, leaf in item.items()]
                     write_tensors(directory / name, header, islice(tensors, len(header)), {"format": "glm5fn"})
-                (directory / "config.yaml").write_text(config)
+                (directory / CONFIG).write_text(config, encoding="utf-8")
                 sizes = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
-                counters = {name: getattr(state, name) for name in ("step", "samples", "skipped")}
+                counters = {name: getattr(state, name) for name in COUNTERS}
                 (directory / STATE).write_text(json.dumps(counters | {"files": sizes}, indent=2) + "\n")
             prune(root, state.step, keep)
         except (OSError, ValueError) as error:
-            problem = f"checkpoint {path} could not be written: {error}"
+            problem = f"saving checkpoint {path} failed: {error}"
     deque(tensors, maxlen=0)
     agree(problem)
     return path
 
 
 def prune(root: Path, step: int, keep: int) -> None:
+    # What processes that were killed have left.
+    for left in root.glob(".step_*.partial"):
+        shutil.rmtree(left)
+    for left in root.glob(".step_*.replaced"):
+        settle(root / left.stem[1:])
     whole = [path for path in steps(root) if not defects(path)]
+    kept = [path for path in whole if number(path) <= step][:keep]
     for path in whole:
-        if number(path) > step:
-            shutil.rmtree(path)
-    for path in [path for path in whole if number(path) <= step][keep:]:
-        shutil.rmtree(path)
+        if path not in kept:
+            shutil.rmtree(path.rename(aside(path, "partial")))  # so that no half of it can be left under its name
 
 
 def number(path: Path) -> int:
     match = NAME.fullmatch(path.name)
-    return int(match[1]) if match else -1
+    return int(match[1] or match[2]) if match else -1
 
 
 def steps(root: Path) -> list[Path]:
-    """The checkpoints of a run, complete or not, the newest first."""
-    found = [path for path in root.iterdir() if number(path) >= 0 and path.is_dir()] if root.is_dir() else []
-    return sorted(found, key=number, reverse=True)
+    """What is named like a checkpoint of a run, complete or not, the newest first."""
+    found = [path for path in root.iterdir() if number(path) >= 0] if root.is_dir() else []
+    return sorted(found, key=lambda path: (number(path), path.name), reverse=True)
 
 
 def defects(path: Path) -> list[str]:
     """Why a checkpoint cannot be used; empty if it is whole."""
     try:
-        state = json.loads((path / STATE).read_text())
-        sizes = dict(state["files"])
-        if number(path) not in (-1, state["step"]):
-            return [f"{path} holds step {state['step']}"]
+        counters, sizes = read_state(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"{path / STATE} cannot be read ({error})"]
+        return [f"{path / STATE} cannot be read ({error!r})"]
+    if number(path) not in (-1, counters["step"]):
+        return [f"{path} is named for another step than the one that its {STATE} holds, {counters['step']}"]
     found = {name: (path / name).stat().st_size if (path / name).is_file() else None for name in sizes}
     return [
         f"{path / name} is missing" if found[name] is None else f"{path / name} has {found[name]} bytes, not {size}"
         for name, size in sizes.items()
         if found[name] != size
     ]
+
+
+def read_state(path: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """The counters of a checkpoint, and the sizes of its files."""
+    state = json.loads((path / STATE).read_text())
+    return {name: int(state[name]) for name in COUNTERS}, dict(state["files"])
 
 
 def newest(root: Path) -> tuple[Path | None, list[str]]:
@@ -140,11 +150,5 @@ def restore(
 
     trees: dict[str, Any] = {kind: tree(moments, f"{kind}.") for kind in kinds}
     if kinds:
-        trees[SCALARS] = unflatten({key: scalar(moments, f"{SCALARS}.{key}", device) for key in sizes})
-    state = json.loads((path / STATE).read_text())
-    counters = {name: state[name] for name in ("step", "samples", "skipped")}
-    return State(params=tree(params), moments=trees, **counters)
-
-
-def scalar(files: TensorFiles, key: str, device: str) -> Tensor:
-    return files.read(key).to(device)
+        trees[SCALARS] = unflatten({key: moments.read(f"{SCALARS}.{key}").to(device) for key in sizes})
+    return State(params=tree(params), moments=trees, **read_state(path)[0])

@@ -4,6 +4,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +12,10 @@ import tyro
 
 from . import checkpoint, settings
 from .config import ConfigError, ModelConfig
+from .device import choose
+from .hf import open_model
 from .record import METRICS
-from .settings import RunConfig
+from .settings import CONFIG, RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +46,34 @@ class Command(Ask):
     def directory(self) -> Path:
         return self.out or Path("runs") / self.run.name
 
+    @property
+    def start(self) -> Path | None:
+        """The checkpoint that is asked for by its path."""
+        return None if self.resume in (None, "auto") else Path(str(self.resume))
+
 
 def parse(argv: Sequence[str], runs: Mapping[str, RunConfig]) -> Command:
     """Read the command line in two passes: the config gives the defaults that the second pass overrides.
 
+    The device of the result is the one that is taken, never "auto".
     Raises ConfigError for settings that cannot be run; tyro itself ends the process with exit code 2 for a flag or a
     value that it does not know, naming the nearest one, and with 0 after `--help`.
     """
     ask, _ = tyro.cli(Ask, args=argv, add_help=False, return_unknown_args=True)
-    run = find(ask.config, runs)
+    base = find(ask.config, runs)
     if ask.init is not None:
-        run = replace(run, model=ModelConfig.from_hf(ask.init))
-    default = Command(**vars(ask), run=run)
-    return tyro.cli(Command, args=argv, default=default, config=(tyro.conf.SuppressFixed,))
+        try:
+            base = replace(base, model=ModelConfig.from_hf(ask.init))
+        except ConfigError as error:
+            raise ConfigError(f"--init {ask.init}: {error}") from error
+    default = Command(**vars(ask), run=base)
+    run = tyro.cli(Command, args=argv, default=default, config=(tyro.conf.SuppressFixed,)).run
+    settings.refuse(run)
+    asked = settings.differences(settings.dump(base), settings.dump(run))
+    for name, why in settings.idle(run).items():
+        if name in asked:
+            raise ConfigError(f"--{name.replace('_', '-')} would change nothing, since {why}: leave it out")
+    return replace(default, run=replace(run, device=choose(run.device)))
 
 
 def find(name: str, runs: Mapping[str, RunConfig]) -> RunConfig:
@@ -70,18 +88,47 @@ def find(name: str, runs: Mapping[str, RunConfig]) -> RunConfig:
 
 def refuse(command: Command) -> None:
     """Raise ConfigError for what is in the way of a run on this machine; nothing has been written yet."""
-    out, mesh = command.directory, command.run.mesh
-    found = int(os.environ.get("WORLD_SIZE", mesh.world))
-    if found != mesh.world:
+    run, mesh = command.run, command.run.mesh
+    started = os.environ.get("WORLD_SIZE", str(mesh.world))
+    if started != str(mesh.world):
         raise ConfigError(
-            f"the launcher started {found} processes, the mesh needs mesh.dp-replicate ({mesh.dp_replicate}) x "
-            f"mesh.dp-shard ({mesh.dp_shard}) = {mesh.world}"
+            f"the launcher started {started} processes, the mesh needs mesh.dp-replicate ({mesh.dp_replicate}) x "
+            f"mesh.dp-shard ({mesh.dp_shard}) = {mesh.world}: start as many, or change the mesh"
         )
-    if command.resume is None and ((out / METRICS).exists() or checkpoint.steps(out / "checkpoints")):
-        raise ConfigError(f"{out} already holds a run: set --resume auto to go on with it, or --out to another place")
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} is a file, must be a directory")
-    if command.resume not in (None, "auto") and (found := checkpoint.defects(Path(str(command.resume)))):
-        raise ConfigError(f"--resume {command.resume}: {'; '.join(found)}")
-    if command.export is not None and command.export.exists():
-        raise ConfigError(f"--export {command.export} exists already: name another place")
+    if run.tensorboard and find_spec("tensorboard") is None:
+        raise ConfigError("--tensorboard needs the tensorboard package: install glm5fn[tensorboard], or leave it out")
+    for flag, file in {"--data.path": run.data.path, "--data.tokenizer": run.data.tokenizer}.items():
+        if file is not None and file != "bytes" and not Path(file).is_file():
+            raise ConfigError(f"{flag} {file} is not there: must be a file")
+    refuse_start(command)
+    refuse_places(command)
+
+
+def refuse_start(command: Command) -> None:
+    """Refuse weights or a checkpoint that cannot be started from."""
+    if command.init is not None:
+        if command.start is not None:
+            raise ConfigError(f"--init {command.init} and --resume {command.start} are two starts: leave one out")
+        try:
+            open_model(command.init, command.run.model)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"--init {command.init}: {error}") from error
+    if command.start is not None and (found := checkpoint.defects(command.start)):
+        whole = "auto, or a whole checkpoint such as runs/NAME/checkpoints/step_00000100"
+        raise ConfigError(f"--resume {command.start} must be {whole}: {'; '.join(found)}")
+
+
+def refuse_places(command: Command) -> None:
+    """Refuse places to write to that are taken, or can be none."""
+    out, saves, export = command.directory, command.directory / "checkpoints", command.export
+    for flag, path in {"--out": out, "--export": export or out}.items():
+        there = next(place for place in (path, *path.resolve().parents) if place.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK)):
+            raise ConfigError(f"{flag} {path}: {there} is not a directory that can be written to: name another place")
+    if (out / CONFIG).exists() or (out / METRICS).exists() or checkpoint.steps(saves):
+        if command.resume is None:
+            raise ConfigError(f"{out} already holds a run: set --resume auto to go on with it, or another --out")
+        if command.start is not None and command.start.resolve().parent != saves.resolve():
+            raise ConfigError(f"--resume {command.start} is not of the run in {out}: set another --out")
+    if export is not None and (export.exists() or saves.resolve().is_relative_to(export.resolve())):
+        raise ConfigError(f"--export {export} is taken: name another place")

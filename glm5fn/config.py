@@ -1,10 +1,14 @@
 """Every setting, as frozen dataclasses: the model by its Hugging Face names, and what a run is made of."""
 
 import dataclasses
+import difflib
 import json
+import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, Literal
 
 from tyro.conf import Fixed  # a setting that has no flag
@@ -59,14 +63,18 @@ class ModelConfig:
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
+        if self.use_qk_norm and self.model_type in ("glm", "glm4"):
+            raise ConfigError(f"use_qk_norm must be false: {self.model_type} has no such norm")
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ConfigError(f"pad_token_id ({self.pad_token_id}) must be below vocab_size ({self.vocab_size})")
+        for name in ("partial_rotary_factor", "rope_theta", "rms_norm_eps", "initializer_range"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} ({getattr(self, name)}) must be finite and above 0")
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
             raise ConfigError(
                 f"partial_rotary_factor ({self.partial_rotary_factor}) x head_dim ({self.head_dim}) = "
                 f"{self.rotary_dim} rotary dims: must be even, above 0 and at most head_dim"
             )
-        for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} ({getattr(self, name)}) must be above 0")
 
     @property
     def rotary_dim(self) -> int:
@@ -138,11 +146,8 @@ class ModelConfig:
         missing = [n for n, f in known.items() if f.default is dataclasses.MISSING and n not in keys]
         if missing:
             raise ConfigError(f"config.json lacks {', '.join(missing)}")
-        for name in set(SIZES) & set(keys):
-            if isinstance(keys[name], bool) or not isinstance(keys[name], int):
-                raise ConfigError(f"{name} ({keys[name]!r}) must be a whole number")
         unread = {k: v for k, v in keys.items() if k not in known and k not in WRITTEN}
-        return cls(**{k: v for k, v in keys.items() if k in known}, extra=unread)
+        return build(cls, {k: v for k, v in keys.items() if k in known} | {"extra": unread})
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` of this model; `from_hf` reads it back equal."""
@@ -201,3 +206,36 @@ def read_rope(keys: Mapping[str, Any]) -> dict[str, Any]:
     if nested:
         raise ConfigError(f"rope_parameters has keys that are not supported: {', '.join(sorted(nested))}")
     return found
+
+
+def build(kind: Any, value: Any, name: str = "") -> Any:
+    """Make a value of a type from what YAML or JSON gave; name: of the setting, with a dot after it."""
+    origin, args, label = typing.get_origin(kind), typing.get_args(kind), name.removesuffix(".")
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{label or 'the file'} must be a mapping of settings, is {value!r}")
+        types = typing.get_type_hints(kind)
+        for key in value:
+            if key not in types:
+                near = difflib.get_close_matches(str(key), types, 1)
+                raise ConfigError(f"{name}{key} is no setting" + (f": did you mean {near[0]}?" if near else ""))
+        needed = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
+        if missing := [f"{name}{key}" for key in needed if key not in value]:
+            raise ConfigError(f"{', '.join(missing)} must be set")
+        return kind(**{key: build(types[key], item, f"{name}{key}.") for key, item in value.items()})
+    if origin is Literal:
+        if value in args:
+            return value
+        raise ConfigError(f"{label} ({value!r}) must be one of {', '.join(map(str, args))}")
+    if origin is UnionType:
+        return None if value is None and NoneType in args else build(args[0], value, name)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(build(args[0], item, name) for item in value)
+    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
+        return {key: build(args[1], item, f"{name}{key}.") for key, item in value.items()}
+    if kind is float and type(value) in (int, str):  # YAML takes 1e-4 for text
+        with suppress(ValueError):
+            return float(value)
+    if kind is Any or type(value) is kind:
+        return value
+    raise ConfigError(f"{label} ({value!r}) must be of type {getattr(kind, '__name__', kind)}")

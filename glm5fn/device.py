@@ -4,6 +4,7 @@ import importlib.util
 import time
 
 import torch
+import torch.nn.functional as F
 
 from .config import ConfigError
 
@@ -36,7 +37,7 @@ def choose(name: str) -> str:
 def synchronize(kind: str) -> None:
     """Wait for all that the device was given."""
     if kind != "cpu":
-        torch.get_device_module(kind).synchronize()
+        getattr(torch, kind).synchronize()
 
 
 def widest(kind: str) -> torch.dtype:
@@ -47,13 +48,18 @@ def widest(kind: str) -> torch.dtype:
 def peak_flops(kind: str, dtype: torch.dtype) -> float | None:
     """Matmul FLOP/s that a device can reach: measured on a CPU, the vendor's figure on a known accelerator."""
     if kind != "cpu":
-        name = torch.get_device_module(kind).get_device_name()
+        name = getattr(torch, kind).get_device_name()
         found = [peaks for part, peaks in PEAKS.items() if part in name]
         return found[0][0 if dtype == torch.bfloat16 else 1] if found else None
-    size, rates = 1024, []
-    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    for _ in range(4):
+    # Half precision may be slower than fp32 on a CPU, which then computes it in fp32.
+    return max(matmul_rate(torch.float32), matmul_rate(dtype))
+
+
+def matmul_rate(dtype: torch.dtype, size: int = 1024, tries: int = 4) -> float:
+    """The best FLOP/s of a few x @ weight.T on the CPU."""
+    x, weight, rates = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype), []
+    for _ in range(tries):
         start = time.perf_counter()
-        torch.mm(a, b)
+        F.linear(x, weight)
         rates.append(2 * size**3 / (time.perf_counter() - start))
     return max(rates)

@@ -76,14 +76,15 @@ class Stored:
         return values
 
 
-def open_model(path: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
+def open_model(path: str | Path, cfg: ModelConfig | None = None) -> tuple[ModelConfig, dict[str, Any]]:
     """Open a native or a Hugging Face directory without reading a tensor.
 
+    cfg: the model that it must hold, instead of the one of its config.json.
     Returns the config, and the parameters as `Stored` leaves in the model's order.
     Raises ConfigError for the config, and ValueError that names every missing, unexpected, misshapen, non-float or
     unreadable tensor with its file.
     """
-    cfg = ModelConfig.from_hf(path)
+    cfg = cfg or ModelConfig.from_hf(path)
     config = json.loads((Path(path) / "config.json").read_text("utf-8"))
     native = config.get("format") == FORMAT
     specs, dims = model_specs(cfg), cfg.dims

@@ -1,5 +1,6 @@
 """The rank grid: its process group, parameters at rest on it (`place`), the exchanges of model code (`comm_for`)."""
 
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -19,10 +20,14 @@ from .spec import Param, Region, Specs, cut, rows, shape, split_dims, whole
 from .tree import tree_map, unflatten
 
 
+class RunError(RuntimeError):
+    """What ends a run on all ranks alike; any other exception is that of one rank."""
+
+
 def start(kind: str) -> None:
     """Join the process group that the launcher's environment describes, one device for each local rank."""
     if kind != "cpu":
-        torch.get_device_module(kind).set_device(int(os.environ["LOCAL_RANK"]))
+        getattr(torch, kind).set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(BACKENDS[kind], timeout=timedelta(minutes=30))
 
 
@@ -40,14 +45,14 @@ def world() -> int:
 
 
 def agree(problem: str | None) -> None:
-    """Raise RuntimeError on every rank if any of them has a problem; all ranks must call it."""
+    """Raise RunError on every rank if any of them has a problem; all ranks must call it."""
     problems: list[str | None] = [problem]
     if dist.is_initialized():
         problems = [None] * world()
         dist.all_gather_object(problems, problem)
     if any(problems):
         # Ranks that met the same fault tell it once.
-        raise RuntimeError("; ".join(dict.fromkeys(text for text in problems if text)))
+        raise RunError("; ".join(dict.fromkeys(text for text in problems if text)))
 
 
 def make_mesh(cfg: MeshConfig, kind: str) -> DeviceMesh | None:
@@ -58,6 +63,8 @@ def make_mesh(cfg: MeshConfig, kind: str) -> DeviceMesh | None:
     """
     if not dist.is_initialized():
         return None
+    # DTensor advises to flatten axes that are reduced one after the other; its flattened meshes gather wrongly.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     ranks = torch.arange(cfg.world).view(cfg.dp_replicate, cfg.dp_shard)
     return DeviceMesh(kind, ranks.T.contiguous(), mesh_dim_names=("fsdp", "replicate"))
 

@@ -70,11 +70,14 @@ def update(
     cfg: OptimConfig,
     lr: float,
     scale: float = 1.0,
+    fused: bool = True,
 ) -> None:
     """One step in place, with `scale` times the gradients; decoupled weight decay on matrices (rows with a fan_in).
 
     AdamW: Loshchilov & Hutter 2019, arXiv 1711.05101. Works on plain, contiguous local parts: the fused kernel walks
-    memory flat, and would pair up the wrong elements of two parts with different strides.
+    memory flat, and would pair up the wrong elements of two parts with different strides. It also rounds the last
+    few elements of a part another way than the others, so only without it (`fused=False`) are the bits of the result
+    the same however a tensor is cut.
     """
     flat_params, flat_grads = flatten(params), flatten(grads)
     flat_moments = {name: flatten(tree) for name, tree in moments.items()}
@@ -99,7 +102,8 @@ def update(
             squares,
             [],
             updates,
-            fused=parts[0].device.type in ("cpu", "cuda"),
+            fused=fused and parts[0].device.type in ("cpu", "cuda"),
+            foreach=False,
             amsgrad=False,
             beta1=cfg.beta1,
             beta2=cfg.beta2,

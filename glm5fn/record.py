@@ -12,9 +12,16 @@ METRICS = "metrics.jsonl"
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of a run, one a step."""
+    """The records of a run, one a step; half a line at the end, which a kill can leave, is none."""
     path = run / METRICS
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def tell(text: str) -> None:
+    """Print a line for the person who watches, above the progress bar where there is one."""
+    with tqdm.external_write_mode():
+        print(text, flush=True)
 
 
 class Recorder:
@@ -57,7 +64,7 @@ class Recorder:
         self.file.flush()
         shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in record.items() if k != "step"}
         if self.bar.disable:
-            self.say(f"step {record['step']} " + " ".join(f"{k} {v}" for k, v in shown.items()))
+            tell(f"step {record['step']} " + " ".join(f"{k} {v}" for k, v in shown.items()))
         else:
             self.bar.set_postfix(
                 {k: shown[k] for k in ("loss", "lr", "tokens_per_second") if k in shown}, refresh=False
@@ -67,8 +74,3 @@ class Recorder:
             for name, value in finite.items():
                 if name != "step" and value is not None:
                     self.events.add_scalar(name, value, record["step"])
-
-    def say(self, text: str) -> None:
-        """A line for the person who watches."""
-        if self.writer:
-            self.bar.write(text) if not self.bar.disable else print(text, flush=True)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import checkpoint, mesh, model, settings
 from .checkpoint import State
 from .comm import Comm
-from .data import Data, held_out_batches, micro_batches, open_data
+from .data import Batch, Data, held_out_batches, micro_batches, open_data
 from .device import choose, peak_flops, synchronize, widest
 from .flops import flops_per_token
 from .grad import value_and_grad
@@ -24,8 +24,8 @@ from .kernels import kernels_for
 from .launch import Interrupt
 from .losses import labels, loss
 from .optim import clip_scale, grad_norm, init_moments, learning_rate, update
-from .record import Recorder
-from .settings import RunConfig
+from .record import Recorder, tell
+from .settings import CONFIG, RunConfig
 from .spec import Param, Region, init_region, shape
 from .tree import flatten
 
@@ -50,10 +50,12 @@ def train(
     """Train fresh, from the weights `init`, from a checkpoint `resume`, or from the newest one (`resume="auto"`).
 
     Writes config.yaml, metrics.jsonl and checkpoints/ into `out`, and a Hugging Face directory to `export` at the
-    end. All ranks of a group call it alike. Returns whether the run came to its end: False if it was interrupted, in
-    which case it has saved. Raises RuntimeError, on all ranks together, for data or weights that cannot be used and
-    for what breaks on the way.
+    end; a run that is done already changes no file of it. All ranks of a group call it alike. Returns whether the run
+    came to its end: False if it was interrupted, in which case it has saved. Raises ConfigError for settings that
+    cannot be run, and RunError, on all ranks together, for data or weights that cannot be used and for what breaks on
+    the way.
     """
+    settings.refuse(run)
     device = choose(run.device)
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
     grid = mesh.make_mesh(run.mesh, device)
@@ -62,17 +64,27 @@ def train(
     state = together(lambda: begin(run, device, grid, path, init))
     text = settings.dump(run)
     notices = (*setup.data.notices, *notices, *(changes(path, text) if path else ()))
-    together(lambda: prepare(out, text))
-    with Recorder(out, state.step, run.steps, run.tensorboard, mesh.rank() == 0) as recorder, Interrupt() as interrupt:
-        for notice in notices:
-            recorder.say(notice)
-        if state.step >= run.steps:
-            recorder.say(f"nothing left to do: {run.steps} steps are done")
-        state, ended = follow(setup, state, out / "checkpoints", text, recorder, interrupt, peak_flops(device, dtype))
-        if ended and export is not None:
-            together(lambda: export_to(export, state, run))
-            recorder.say(f"exported to {export}")
+    for notice in notices:
+        say(notice)
+    ended = state.step >= run.steps
+    if ended:
+        say(f"nothing left to do: {state.step} steps are done, steps is {run.steps}")
+    else:
+        together(lambda: prepare(out, text))
+        recorder = Recorder(out, state.step, run.steps, run.tensorboard, mesh.rank() == 0)
+        with recorder, Interrupt() as interrupt:
+            peak = peak_flops(device, dtype)
+            state, ended = follow(setup, state, out / "checkpoints", text, recorder, interrupt, peak)
+    if ended and export is not None:
+        together(lambda: export_to(export, state, run))
+        say(f"exported to {export}")
     return ended
+
+
+def say(text: str) -> None:
+    """Tell the person who watches, once for all ranks."""
+    if mesh.rank() == 0:
+        tell(text)
 
 
 def make_setup(run: RunConfig, device: str, dtype: torch.dtype, grid: DeviceMesh | None) -> Setup:
@@ -94,7 +106,7 @@ def make_setup(run: RunConfig, device: str, dtype: torch.dtype, grid: DeviceMesh
 
 
 def together(function: Callable[[], T]) -> T:
-    """Call a function that has no exchanges inside; if it fails on one rank, RuntimeError on all."""
+    """Call a function that has no exchanges inside; if it fails on one rank, RunError on all."""
     result, problem = None, None
     try:
         result = function()
@@ -120,7 +132,7 @@ def begin(run: RunConfig, device: str, grid: DeviceMesh | None, path: Path | Non
     if path is not None:
         return checkpoint.restore(path, run.model, run.optim, grid, run.layout, device)
     if init is not None:
-        stored = flatten(open_model(init)[1])
+        stored = flatten(open_model(init, run.model)[1])
 
         def read(key: str, row: Param, region: Region) -> Tensor:
             return stored[key].read(region).to(device, torch.float32)
@@ -135,15 +147,15 @@ def begin(run: RunConfig, device: str, grid: DeviceMesh | None, path: Path | Non
 
 def changes(path: Path, text: str) -> list[str]:
     """The settings that differ from those that a checkpoint was trained with."""
-    old, new = (path / "config.yaml").read_text().splitlines(), text.splitlines()
-    differ = [f"{was.strip()} -> {now.strip()}" for was, now in zip(old, new, strict=False) if was != now]
+    found = settings.differences((path / CONFIG).read_text(encoding="utf-8"), text)
+    differ = [f"{name} {change}" for name, change in found.items()]
     return [f"settings changed since the checkpoint: {'; '.join(differ)}"] if differ else []
 
 
 def prepare(out: Path, text: str) -> None:
     if mesh.rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "config.yaml").write_text(text)
+        (out / CONFIG).write_text(text, encoding="utf-8")
 
 
 def follow(
@@ -160,15 +172,15 @@ def follow(
     ended = True
 
     def save() -> None:
-        if not torch.isfinite(grad_norm(state.params, setup.comm)):
-            raise RuntimeError(f"step {state.step}: parameters are not finite, so they were not saved")
+        if not torch.isfinite(grad_norm({"params": state.params, "moments": state.moments}, setup.comm)):
+            raise mesh.RunError(f"step {state.step}: parameters or moments are not finite, so they were not saved")
         checkpoint.save(root, state, config, run.checkpoint.keep)
 
     while state.step < run.steps:
         start = time.perf_counter()
         stepped = step(setup, state, interrupt.asked)
         if stepped is None:
-            recorder.say(f"interrupted: saving step {state.step}")
+            say(f"interrupted after step {state.step}")
             ended = False
             break
         skipped = state.skipped
@@ -182,7 +194,10 @@ def follow(
             record |= evaluate(setup, state.params)
         recorder.step(record)
         if idle == PATIENCE:
-            raise RuntimeError(f"{idle} steps in a row had no finite gradient or no label: see {run.name}'s metrics")
+            raise mesh.RunError(
+                f"step {state.step}: {idle} steps in a row had no finite gradient, or no label, and changed nothing: "
+                "lower optim.lr, or look for what is wrong with the data or the weights"
+            )
         if idle == 0 and run.checkpoint.every and state.step % run.checkpoint.every == 0:
             save()
             saved = state.step
@@ -204,24 +219,21 @@ def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]]
     count, asked = comm.sum(torch.stack((own, own.new_tensor(stop)))).tolist()
     if asked:
         return None
-    run_loss = value_and_grad(setup.loss, widest(setup.device) if run.deterministic else None)
-    nll, grads = torch.zeros((), dtype=widest(setup.device), device=setup.device), {}
-    for batch in batches:
-        (_, metrics), grads = run_loss(state.params, batch, count=max(count, 1), into=grads)
-        nll += metrics["nll"]
+    nll, grads = gradient(setup, state.params, batches, max(count, 1))
     norm = float(grad_norm(grads, comm).float())
     lr = learning_rate(run.optim, state.step)
     healthy = math.isfinite(norm) and count > 0
     if healthy:
         scale = clip_scale(norm, run.optim.clip)
-        update(state.params, grads, state.moments, model.model_specs(run.model), run.optim, lr, scale)
+        specs, fused = model.model_specs(run.model), not run.deterministic
+        update(state.params, grads, state.moments, specs, run.optim, lr, scale, fused)
     state = replace(
         state,
         step=state.step + 1,
         samples=state.samples + run.data.global_batch,
         skipped=state.skipped + (not healthy),
     )
-    loss = float((comm.sum(nll) / max(count, 1)).float())
+    loss = float((comm.sum(nll) / count).float())  # NaN without a label
     tokens = state.samples * run.data.seq_len
     return state, {
         "step": state.step,
@@ -231,6 +243,18 @@ def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]]
         "tokens": tokens,
         "skipped": state.skipped,
     }
+
+
+def gradient(
+    setup: Setup, params: Mapping[str, Any], batches: Iterable[Batch], count: float
+) -> tuple[Tensor, dict[str, Any]]:
+    """This rank's sum of the labels' losses, and the gradient of the global sum over `count`, at rest as params are."""
+    run_loss = value_and_grad(setup.loss, widest(setup.device) if setup.run.deterministic else None)
+    nll, grads = torch.zeros((), dtype=widest(setup.device), device=setup.device), {}
+    for batch in batches:
+        (_, metrics), grads = run_loss(params, batch, count=count, into=grads)
+        nll += metrics["nll"]
+    return nll, grads
 
 
 def speed(setup: Setup, seconds: float, peak: float | None) -> dict[str, Any]:

@@ -1,18 +1,18 @@
 """Every setting of a run as frozen dataclasses, what of it is refused, and its file `config.yaml`."""
 
 import dataclasses
-import difflib
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
 from typing import Any, Literal
 
 import yaml
 from tyro.conf import Fixed  # a setting that has no flag
 
-from .config import ConfigError, ModelConfig
+from .config import ConfigError, ModelConfig, build
+from .tree import flatten
+
+CONFIG = "config.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +96,9 @@ class RunConfig:
     eval_every: int = 0  # steps between evaluations on the held-out windows; 0 evaluates at the end only
     tensorboard: bool = False  # also write TensorBoard events
 
-    def __post_init__(self) -> None:
-        refuse(self)
-
 
 def refuse(run: RunConfig) -> None:
-    """Raise ConfigError for every setting that cannot be run, with the equation spelled out."""
+    """Raise ConfigError that names every setting that cannot be run, with the equation spelled out."""
     data, optim, mesh = run.data, run.optim, run.mesh
     problems: list[str] = []
 
@@ -120,16 +117,18 @@ def refuse(run: RunConfig) -> None:
     need(run.eval_every >= 0, f"eval-every ({run.eval_every}) must be at least 0")
     need(0 <= data.held_out < 1, f"data.held-out ({data.held_out}) must be at least 0 and below 1")
     need(0 < optim.lr < float("inf"), f"optim.lr ({optim.lr}) must be a finite number above 0")
-    need(0 <= optim.min_lr <= optim.lr, f"optim.min-lr ({optim.min_lr}) must be from 0 to optim.lr ({optim.lr})")
     need(optim.warmup_steps >= 0, f"optim.warmup-steps ({optim.warmup_steps}) must be at least 0")
-    need(
-        optim.decay_steps > optim.warmup_steps,
-        f"optim.decay-steps ({optim.decay_steps}) must be above optim.warmup-steps ({optim.warmup_steps})",
-    )
+    if optim.schedule != "constant":
+        need(0 <= optim.min_lr <= optim.lr, f"optim.min-lr ({optim.min_lr}) must be from 0 to optim.lr ({optim.lr})")
+        need(
+            optim.decay_steps > optim.warmup_steps,
+            f"optim.decay-steps ({optim.decay_steps}) must be above optim.warmup-steps ({optim.warmup_steps})",
+        )
     for name in ("beta1", "beta2"):
         value = getattr(optim, name)
         need(0 <= value < 1, f"optim.{name} ({value}) must be at least 0 and below 1")
-    for name in ("eps", "weight_decay", "clip"):
+    need(0 < optim.eps < float("inf"), f"optim.eps ({optim.eps}) must be finite and above 0")
+    for name in ("weight_decay", "clip"):
         value = getattr(optim, name)
         need(0 <= value < float("inf"), f"optim.{name.replace('_', '-')} ({value}) must be finite and at least 0")
     need(run.checkpoint.every >= 0, f"checkpoint.every ({run.checkpoint.every}) must be at least 0")
@@ -150,6 +149,19 @@ def refuse(run: RunConfig) -> None:
         raise ConfigError("; ".join(problems))
 
 
+def idle(run: RunConfig) -> dict[str, str]:
+    """The settings that change nothing beside the others, each with what makes it so."""
+    data, optim, path = run.data, run.optim, run.data.path or ""
+    table = {
+        "optim.name is sgd": (optim.name == "sgd", "optim.beta1 optim.beta2 optim.eps"),
+        "optim.schedule is constant": (optim.schedule == "constant", "optim.min_lr optim.decay_steps"),
+        "data.path is no .jsonl": (not path.endswith(".jsonl"), "data.field"),
+        "data.path holds fixed batches": (path.endswith(".safetensors"), "data.tokenizer data.held_out eval_every"),
+        "data.held-out is 0": (data.held_out == 0, "eval_every"),
+    }
+    return {name: why for why, (holds, names) in table.items() if holds for name in names.split()}
+
+
 def dump(run: RunConfig) -> str:
     """The resolved settings as YAML text; `load` reads them back equal."""
     return yaml.safe_dump(plain(dataclasses.asdict(run)), sort_keys=False, allow_unicode=True)
@@ -162,41 +174,14 @@ def plain(value: Any) -> Any:
 
 
 def load(path: Path) -> RunConfig:
-    """Read a `config.yaml`. Raises ConfigError that names the file and each unknown, missing or mistyped setting."""
+    """Read a `config.yaml`. Raises ConfigError that names the file and the unknown, missing or mistyped setting."""
     try:
         return build(RunConfig, yaml.safe_load(path.read_text(encoding="utf-8")), "")
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def build(kind: Any, value: Any, name: str) -> Any:
-    """Make a value of a type from what YAML gave."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{name or 'the file'} must be a mapping of settings, is {value!r}")
-        types = typing.get_type_hints(kind)
-        for key in value:
-            if key not in types:
-                near = difflib.get_close_matches(str(key), types, 1)
-                raise ConfigError(f"{name}{key} is no setting" + (f": did you mean {near[0]}?" if near else ""))
-        try:
-            return kind(**{key: build(types[key], item, f"{name}{key}.") for key, item in value.items()})
-        except TypeError as error:
-            raise ConfigError(f"{name or 'the file'}: {error}") from error
-    label = name.removesuffix(".")
-    if origin is Literal:
-        if value in args:
-            return value
-        raise ConfigError(f"{label} ({value!r}) must be one of {', '.join(map(str, args))}")
-    if origin is UnionType:
-        return None if value is None and NoneType in args else build(args[0], value, name)
-    if origin is tuple and isinstance(value, list):
-        return tuple(build(args[0], item, name) for item in value)
-    if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
-        return {key: build(args[1], item, f"{name}{key}.") for key, item in value.items()}
-    if kind is float and type(value) is int:
-        return float(value)
-    if kind is Any or type(value) is kind:
-        return value
-    raise ConfigError(f"{label} ({value!r}) must be of type {getattr(kind, '__name__', kind)}")
+def differences(old: str, new: str) -> dict[str, str]:
+    """What differs between two `config.yaml` texts: the dotted name of a setting -> `was -> is`."""
+    was, now = (flatten(yaml.safe_load(text)) for text in (old, new))
+    return {name: f"{was.get(name)} -> {now.get(name)}" for name in was | now if was.get(name) != now.get(name)}

@@ -10,8 +10,9 @@ from safetensors.numpy import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from glm5fn.config import SIZES, ModelConfig
-from glm5fn.data import BYTES, IGNORE, Data, Windows, encode, held_out_batches, micro_batches, open_data, open_tokenizer
+from glm5fn.data import IGNORE, Data, Windows, held_out_batches, micro_batches, open_data
 from glm5fn.settings import DataConfig
+from glm5fn.text import BYTES, encode, open_tokenizer
 
 MODEL = ModelConfig(model_type="glm5_dense", **dict.fromkeys(SIZES, 4) | {"vocab_size": 293}, eos_token_id=(7, 9))
 
@@ -78,7 +79,7 @@ def test_however_the_lines_are_written_the_tokens_are_the_same(tmp_path, raw):
     ids=lambda value: str(value)[:40],
 )
 def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, monkeypatch, bad, what):
-    monkeypatch.setattr("glm5fn.data.LONGEST_LINE", 199_999)
+    monkeypatch.setattr("glm5fn.text.LONGEST_LINE", 199_999)
     with pytest.raises(ValueError) as error:
         read(tmp_path / "rows.jsonl", b"\n".join([LINES[0], b"", bad, *LINES[1:3]]))
     assert str(error.value).startswith(f"{tmp_path / 'rows.jsonl'}:3: ")

@@ -1,4 +1,4 @@
-"""The few hot operations, chosen once as one value: `REFERENCE` is the slow spec, `TORCH` what equals it, fast."""
+"""The few hot operations, chosen once as one value: `REFERENCE` is the slow spec, the others equal it, fast."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import portable, reference
+from . import portable, reference, widened
 
 
 class Kernels(NamedTuple):
@@ -33,9 +33,11 @@ def kernels_of(module: ModuleType) -> Kernels:
 
 
 REFERENCE = kernels_of(reference)
-TORCH = kernels_of(portable)
+TORCH = kernels_of(portable)  # right on every device
+WIDENED = kernels_of(widened)  # for bf16 on a CPU that has no instructions for it
 
 
 def kernels_for(kind: str, dtype: torch.dtype) -> Kernels:
     """The kernels for a device type and a compute dtype."""
-    return TORCH
+    slow = kind == "cpu" and dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return WIDENED if slow else TORCH

@@ -1,0 +1,26 @@
+"""`python -m glm5fn COMMAND`: what is done with runs and models besides training them."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from tyro.extras import subcommand_cli_from_dict
+
+from .compare import compare
+from .config import ConfigError
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "compare": compare,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code: 0 done, 2 a command that cannot be run, 1 anything else."""
+    try:
+        return subcommand_cli_from_dict(COMMANDS, prog="python -m glm5fn", args=argv)
+    except ConfigError as error:
+        print(f"glm5fn: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

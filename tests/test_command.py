@@ -1,0 +1,151 @@
+"""What the command line refuses, by what words; nothing is written then, and no process started."""
+
+from dataclasses import replace
+
+import pytest
+from training import RUN, numbers, text, train
+
+from configs import RUNS
+from glm5fn.command import parse
+
+DP2 = ["--config", "dense-dp2"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--optm.lr 1", "--optim.lr"),
+        ("--data.seqlen 8", "--data.seq-len"),
+        ("--optim.learning-rate 1", "Unrecognized options: --optim.learning-rate"),
+        ("--checkpoint.evry 8", "--checkpoint.every"),
+        ("--model.hidden-sise 8", "--model.hidden-size"),
+        ("--step 8", "--steps"),
+        ("--expert x", "--export"),
+        ("--name other", "Unrecognized options: --name"),
+        ("8", "Unrecognized options: 8"),
+        ("--config dense-dp3", "--config dense-dp3 is not known: did you mean dense-dp2?"),
+        ("--config huge", "--config huge is not known: must be one of dense-tiny, "),
+        ("--config none.yaml", "none.yaml: [Errno 2] No such file or directory"),
+    ],
+)
+def test_what_is_not_known_is_refused_with_the_nearest_name(refuse, argv, said):
+    assert said in refuse(*argv.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--optim.lr fast", "--optim.lr: could not convert string to float: 'fast'"),
+        ("--optim.lr nan", "optim.lr (nan) must be a finite number above 0"),
+        ("--optim.lr inf", "optim.lr (inf) must be a finite number above 0"),
+        ("--optim.lr -1", "optim.lr (-1.0) must be a finite number above 0"),
+        ("--optim.lr 0", "optim.lr (0.0) must be a finite number above 0"),
+        ("--optim.lr 1e-9", "optim.min-lr (3e-05) must be from 0 to optim.lr (1e-09)"),
+        ("--optim.min-lr -1", "optim.min-lr (-1.0) must be from 0 to optim.lr (0.0003)"),
+        ("--optim.name adam", "invalid choice 'adam'"),
+        ("--optim.beta1 1", "optim.beta1 (1.0) must be at least 0 and below 1"),
+        ("--optim.beta2 nan", "optim.beta2 (nan) must be at least 0 and below 1"),
+        ("--optim.eps 0", "optim.eps (0.0) must be finite and above 0"),
+        ("--optim.weight-decay inf", "optim.weight-decay (inf) must be finite and at least 0"),
+        ("--optim.clip nan", "optim.clip (nan) must be finite and at least 0"),
+        ("--optim.warmup-steps -1", "optim.warmup-steps (-1) must be at least 0"),
+        ("--optim.decay-steps 10", "optim.decay-steps (10) must be above optim.warmup-steps (10)"),
+        ("--steps 0", "steps (0) must be at least 1"),
+        ("--steps -1", "steps (-1) must be at least 1"),
+        ("--steps 1.5", "--steps: invalid literal for int() with base 10: '1.5'"),
+        ("--seed -1", "seed (-1) must be at least 0"),
+        ("--eval-every -1", "eval-every (-1) must be at least 0"),
+        ("--data.held-out nan", "data.held-out (nan) must be at least 0 and below 1"),
+        ("--data.held-out 1", "data.held-out (1.0) must be at least 0 and below 1"),
+        ("--data.micro-batch 0", "data.micro-batch (0) must be at least 1"),
+        ("--checkpoint.every -1", "checkpoint.every (-1) must be at least 0"),
+        ("--checkpoint.keep 0", "checkpoint.keep (0) must be at least 1"),
+        ("--precision fp16", "invalid choice 'fp16'"),
+        ("--device tpu", "invalid choice 'tpu'"),
+        ("--deterministic true", "Unrecognized options: true"),
+        ("--model.head-dim 0", "head_dim (0) must be at least 1"),
+        ("--model.pad-token-id 320", "pad_token_id (320) must be below vocab_size (320)"),
+        ("--config glm4-9b --model.use-qk-norm", "use_qk_norm must be false: glm4 has no such norm"),
+        ("--model.head-dim 7", "7 rotary dims: must be even"),
+        ("--model.num-key-value-heads 4", "num_attention_heads (6) must be a multiple of num_key_value_heads (4)"),
+        ("--model.partial-rotary-factor inf", "partial_rotary_factor (inf) must be finite and above 0"),
+        ("--model.rope-theta nan", "rope_theta (nan) must be finite and above 0"),
+        ("--model.rms-norm-eps 0", "rms_norm_eps (0.0) must be finite and above 0"),
+        ("--data.path none.txt", "--data.path none.txt is not there: must be a file"),
+        ("--data.tokenizer none.json", "--data.tokenizer none.json is not there: must be a file"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_what_it_must_be(refuse, argv, said):
+    assert said in refuse(*argv.split())
+
+
+def test_all_that_is_wrong_is_said_at_once(refuse):
+    said = refuse("--steps", "0", "--optim.lr", "nan", "--checkpoint.keep", "0")
+    assert all(name in said for name in ("steps (0)", "optim.lr (nan)", "checkpoint.keep (0)"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        ("--optim.name sgd --optim.beta2 0.9", "--optim.beta2 would change nothing, since optim.name is sgd"),
+        ("--optim.schedule constant --optim.min-lr 0", "--optim.min-lr would change nothing, since optim.schedule is"),
+        ("--optim.schedule constant --optim.decay-steps 9", "--optim.decay-steps would change nothing"),
+        ("--data.field body", "--data.field would change nothing, since data.path is no .jsonl"),
+        ("--data.path x.safetensors --data.held-out 0.5", "--data.held-out would change nothing, since data.path"),
+        ("--data.path x.safetensors --data.tokenizer t.json", "--data.tokenizer would change nothing"),
+        ("--data.path x.safetensors --eval-every 2", "--eval-every would change nothing"),
+        ("--data.held-out 0 --eval-every 2", "--eval-every would change nothing, since data.held-out is 0"),
+    ],
+)
+def test_a_flag_that_would_change_nothing_is_refused_with_what_makes_it_so(refuse, argv, why):
+    assert why in refuse(*argv.split())
+
+
+def test_what_a_config_sets_without_use_is_no_fault():
+    run = RUNS["dense-tiny"]
+    runs = {"sgd": replace(run, optim=replace(run.optim, name="sgd", beta2=0.9))}
+    assert parse(["--config", "sgd", "--optim.schedule", "constant"], runs).run.optim.beta2 == 0.9
+
+
+@pytest.mark.parametrize(
+    ("argv", "equation"),
+    [
+        (
+            "--mesh.dp-shard 4 --data.global-batch 6 --data.micro-batch 1",
+            "data.global-batch (6) must be a multiple of data.micro-batch (1) x mesh.dp-replicate (1) x "
+            "mesh.dp-shard (4) = 4",
+        ),
+        ("--data.global-batch 2 --data.micro-batch 4", "(2) must be a multiple of data.micro-batch (4) x mesh.dp-"),
+        ("--mesh.dp-replicate 2 --data.global-batch 12", "x mesh.dp-replicate (2) x mesh.dp-shard (2) = 16"),
+        ("--mesh.dp-shard 0", "mesh.dp-shard (0) must be at least 1"),
+        ("--data.seq-len 0", "data.seq-len (0) must be at least 1"),
+        ("--data.seq-len 4097", "data.seq-len (4097) must be at most the model's max_position_embeddings (4096)"),
+    ],
+)
+def test_batches_and_meshes_that_do_not_divide_are_refused_with_the_equation(refuse, argv, equation):
+    assert equation in refuse(*DP2, *argv.split())
+
+
+@pytest.mark.parametrize("started", ["1", "3", "4", "many"])
+def test_as_many_processes_as_the_mesh_has_ranks_must_have_been_started(refuse, monkeypatch, started):
+    monkeypatch.setenv("WORLD_SIZE", started)
+    assert f"started {started} processes, the mesh needs mesh.dp-replicate (1) x mesh.dp-shard (2) = 2" in refuse(*DP2)
+
+
+def test_a_window_of_one_token_has_one_target_and_trains(tmp_path):
+    argv = [*RUN, "--data.seq-len", "1", "--data.path", text(tmp_path), "--steps", "2"]
+    assert train(*argv, "--out", tmp_path / "x") == 0
+    assert [row[-2] for row in numbers(tmp_path / "x")] == [4, 8]
+
+
+def test_help_shows_every_flag_and_ends_with_code_0(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train(*DP2, "--help") == 0
+    said = capsys.readouterr().out
+    assert all(flag in said for flag in ("--config", "--mesh.dp-shard", "--optim.lr", "--model.hidden-size", "--seed"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("spelt", "value"), [("1e-4", 1e-4), (".1", 0.1), ("3", 3.0)])
+def test_numbers_may_be_spelt_in_every_way_of_python(spelt, value):
+    assert parse(["--optim.lr", spelt], RUNS).run.optim.lr == value

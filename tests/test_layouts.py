@@ -1,0 +1,292 @@
+"""Every layout against one process: loss, gradients, norm, weights; and what each exchange may cost."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from pool import Pool
+from tiny import distance, random_params, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from configs import LAYOUTS
+from glm5fn import checkpoint, flatten, mesh, run
+from glm5fn.checkpoint import State
+from glm5fn.data import Data, Samples
+from glm5fn.losses import labels, loss
+from glm5fn.model import model_specs
+from glm5fn.optim import grad_norm, init_moments
+from glm5fn.settings import DataConfig, MeshConfig, OptimConfig, RunConfig
+from glm5fn.tree import tree_map
+
+F64 = torch.float64
+GRIDS = {
+    "shard 2": MeshConfig(dp_shard=2),
+    "replicate 2": MeshConfig(dp_replicate=2),
+    "shard 4": MeshConfig(dp_shard=4),
+    "replicate 2 x shard 2": MeshConfig(dp_replicate=2, dp_shard=2),
+}
+EACH_GRID = pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+
+
+def samples(counts, steps=41, seed=5):
+    """One row for each count, with so many labels; the model has 29 tokens."""
+    rng = np.random.default_rng(seed)
+    tokens, targets = rng.integers(0, 29, (2, len(counts), steps))
+    for row, count in zip(targets, counts, strict=True):
+        row[count:] = -100
+    return Samples(tokens, targets)
+
+
+ROWS = samples((1, 5, 17, 40))
+
+
+def make(grid, micro=1, optimizer="sgd", rows=ROWS, model=None, dtype=F64, **settings):
+    """A set-up run and its first state, on this rank's part of the grid."""
+    cfg = model or tiny()
+    config = RunConfig(
+        name="test",
+        model=cfg,
+        layout=LAYOUTS["fsdp"],
+        mesh=grid,
+        data=DataConfig(seq_len=41, global_batch=4, micro_batch=micro),
+        optim=OptimConfig(name=optimizer, lr=0.1 if optimizer == "sgd" else 1e-3, warmup_steps=0, clip=0.1),
+        **settings,
+    )
+    device_mesh = mesh.make_mesh(grid, "cpu")
+    wide = F64 if config.deterministic else dtype
+    compute = torch.bfloat16 if config.precision == "bf16" else dtype
+    comm = mesh.comm_for(device_mesh, compute, wide)
+    setup = run.Setup(
+        run=config,
+        device="cpu",
+        data=Data(train=rows, held_out=rows, seed=None),
+        comm=comm,
+        loss=partial(loss, cfg=cfg, comm=comm, recompute=config.recompute == "layer"),
+    )
+    whole = flatten(random_params(cfg, dtype=dtype))
+
+    def read(path, row, region):
+        return whole[path][tuple(slice(start, start + size) for start, size in region)].clone()
+
+    params = mesh.place(model_specs(cfg), cfg.dims, device_mesh, config.layout, read)
+    return setup, State(params=params, moments=init_moments(params, config.optim))
+
+
+def gathered(tree):
+    return tree_map(mesh.whole_tensor, tree)
+
+
+def first_gradient(grid, micro, layers):
+    setup, state = make(grid, micro, model=tiny(num_hidden_layers=layers))
+    batches = run.micro_batches(setup.data, 0, setup.run.data, mesh.rank(), mesh.world())
+    count = int(setup.comm.sum(sum(labels(batch) for batch in batches)))
+    _, grads = run.gradient(setup, state.params, batches, count)
+    return gathered(grads) | {"all of it": grad_norm(grads, setup.comm)}
+
+
+def three_steps(grid, *args, **settings):
+    setup, state = make(grid, *args, **settings)
+    records = []
+    for _ in range(3):
+        state, record = run.step(setup, state, stop=False)
+        records.append((record["loss"], record["grad_norm"], record["skipped"]))
+    return records, gathered(state.params), gathered(state.moments.get("mean", {}))
+
+
+def run_three_steps(grid, settings):
+    return three_steps(grid, **settings)
+
+
+@pytest.mark.parametrize(("name", "micro", "layers"), [*((name, 1, 2) for name in GRIDS), ("shard 2", 4, 11)])
+def test_every_gradient_and_the_norm_equal_those_of_one_process(name, micro, layers, pools):
+    expected = first_gradient(MeshConfig(), micro, layers)
+    for found in pools(GRIDS[name].world)(first_gradient, GRIDS[name], 1, layers):
+        assert distance(found, expected) < 1e-12
+    parts = [leaf.square().sum() for path, leaf in flatten(expected).items() if path != "all of it"]
+    torch.testing.assert_close(expected["all of it"], torch.stack(parts).sum().sqrt(), rtol=1e-12, atol=0)
+
+
+@EACH_GRID
+@pytest.mark.parametrize(("optimizer", "recompute"), [("sgd", "none"), ("adamw", "layer")])
+def test_three_clipped_steps_equal_those_of_one_process(grid, optimizer, recompute, pools):
+    records, params, means = three_steps(MeshConfig(), 4, optimizer)
+    assert all(norm > 0.1 for _, norm, _ in records)  # so clipping is active
+    settings = {"optimizer": optimizer, "recompute": recompute}
+    for found, found_params, found_means in pools(grid.world)(run_three_steps, grid, settings):
+        for one, other in zip(found, records, strict=True):
+            assert all(math.isclose(a, b, rel_tol=2e-7) for a, b in zip(one, other, strict=True))  # rounded to fp32
+        assert distance(found_params, params) < 1e-12
+        assert not means or distance(found_means, means) < 1e-11
+
+
+@EACH_GRID
+@pytest.mark.parametrize(("precision", "tied"), [("fp32", False), ("bf16", True)], ids=["fp32", "bf16, tied"])
+def test_deterministic_steps_equal_those_of_one_process_to_the_bit(grid, precision, tied, pools):
+    settings = {
+        "optimizer": "adamw",
+        "precision": precision,
+        "dtype": torch.float32,
+        "deterministic": True,
+        "model": tiny(tie_word_embeddings=tied, hidden_size=42),
+    }
+    records, params, means = three_steps(MeshConfig(), **settings)
+    for found, found_params, found_means in pools(grid.world)(run_three_steps, grid, settings):
+        assert found == records
+        for one, other in ((found_params, params), (found_means, means)):
+            assert all(torch.equal(leaf, flatten(other)[path]) for path, leaf in flatten(one).items())
+
+
+@EACH_GRID
+def test_by_default_fp32_steps_differ_by_rounding_alone(grid, pools):
+    records, params, _ = three_steps(MeshConfig(), dtype=torch.float32)
+    for found, found_params, _ in pools(grid.world)(run_three_steps, grid, {"dtype": torch.float32}):
+        assert all(abs(one[0] - other[0]) < 2e-6 for one, other in zip(found, records, strict=True))
+        assert distance(found_params, params) < 1e-6
+
+
+def test_a_rank_whose_rows_have_no_label_changes_nothing(pools):
+    rows = samples((0, 5, 0, 40))
+    expected = three_steps(MeshConfig(), rows=rows)
+    for found in pools(4)(run_three_steps, MeshConfig(dp_shard=4), {"rows": rows}):
+        assert [record[2] for record in found[0]] == [0, 0, 0]
+        assert distance(found[1], expected[1]) < 1e-12
+
+
+def test_a_step_without_any_label_is_skipped_by_all_ranks(pools):
+    for found in pools(2)(run_three_steps, MeshConfig(dp_shard=2), {"rows": samples((0, 0, 0, 0))}):
+        assert [record[2] for record in found[0]] == [1, 2, 3]
+        assert distance(found[1], random_params(tiny(), dtype=F64)) == 0
+
+
+def poisoned_step(grid):
+    """A step in which the last rank alone meets a gradient that is not finite."""
+    setup, state = make(grid, optimizer="adamw")
+
+    def poison(params, batch, **settings):
+        value, metrics = setup.loss(params, batch, **settings)
+        return (value * math.nan if mesh.rank() == mesh.world() - 1 else value), metrics
+
+    before = gathered(state.params)
+    state, record = run.step(run.replace(setup, loss=poison), state, stop=False)
+    updates = {int(count) for count in flatten(state.moments["updates"]).values()}
+    return record["skipped"], distance(gathered(state.params), before), updates, state.step
+
+
+@EACH_GRID
+def test_one_gradient_that_is_not_finite_skips_the_step_on_all_ranks(grid, pools):
+    assert pools(grid.world)(poisoned_step, grid) == [(1, 0.0, {0}, 1)] * grid.world
+
+
+def asked_to_stop(grid):
+    setup, state = make(grid)
+    return run.step(setup, state, stop=mesh.rank() == 1)
+
+
+def test_a_rank_that_is_asked_to_stop_stops_all_before_the_same_step(pools):
+    assert pools(2)(asked_to_stop, MeshConfig(dp_shard=2)) == [None, None]
+
+
+def evaluated(grid, rows):
+    setup, state = make(grid, rows=rows)
+    return run.evaluate(setup, state.params)
+
+
+@pytest.mark.parametrize("grid", [GRIDS["shard 2"], GRIDS["shard 4"]], ids=["2", "4"])
+def test_evaluation_counts_each_row_once_on_any_number_of_ranks(grid, pools):
+    rows = samples((1, 5, 17, 40, 8, 3, 20))
+    expected = evaluated(MeshConfig(), rows)
+    for found in pools(grid.world)(evaluated, grid, rows):
+        assert all(math.isclose(found[name], value, rel_tol=1e-12) for name, value in expected.items())
+
+
+class Traffic(TorchDispatchMode):
+    """Lists the exchanges, by kind and number of elements that go in."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
+            self.calls.append((func.__name__.split(".")[0], args[0].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def traffic_of_a_gradient(grid):
+    setup, state = make(grid, model=tiny(hidden_size=24))
+    batches = run.micro_batches(setup.data, 0, setup.run.data, mesh.rank(), mesh.world())
+    with Traffic() as traffic:
+        run.gradient(setup, state.params, batches, 63)
+    return traffic.calls, {path: leaf.numel() for path, leaf in flatten(state.params).items()}
+
+
+def test_a_gradient_is_scattered_before_its_rest_is_summed_over_the_copies(pools):
+    calls, sizes = pools(4)(traffic_of_a_gradient, MeshConfig(dp_replicate=2, dp_shard=2))[0]
+    scattered = [size for kind, size in calls if kind.startswith("reduce_scatter")]
+    summed = [size for kind, size in calls if kind.startswith("all_reduce")]
+    widest = max(sizes.values())
+    assert widest in scattered and widest // 2 in summed
+    assert widest not in summed
+
+
+def saved(grid, root, settings):
+    """Three steps, then a checkpoint."""
+    setup, state = make(grid, optimizer="adamw", **settings)
+    for _ in range(3):
+        state, _ = run.step(setup, state, stop=False)
+    checkpoint.save(root, state, run.settings.dump(setup.run), keep=1)
+    return gathered({"params": state.params, "moments": state.moments})
+
+
+def restored(grid, path):
+    setup, _ = make(grid, optimizer="adamw")
+    config = setup.run
+    device_mesh = mesh.make_mesh(grid, "cpu")
+    state = checkpoint.restore(path, config.model, config.optim, device_mesh, config.layout, "cpu")
+    return gathered({"params": state.params, "moments": state.moments}), state.step, state.samples
+
+
+LAYOUT_PAIRS = [("one", "shard 2"), ("shard 2", "one"), ("shard 2", "shard 4"), ("shard 4", "replicate 2 x shard 2")]
+
+
+@pytest.mark.parametrize(("wrote", "reads"), LAYOUT_PAIRS, ids=[f"{a} -> {b}" for a, b in LAYOUT_PAIRS])
+def test_a_checkpoint_of_one_layout_restores_to_the_byte_on_another(wrote, reads, pools, tmp_path):
+    def on(name, function, *args):
+        if name == "one":
+            return [function(MeshConfig(), *args)]
+        return pools(GRIDS[name].world)(function, GRIDS[name], *args)
+
+    expected = on(wrote, saved, tmp_path, {})[0]
+    for found, step, consumed in on(reads, restored, tmp_path / "step_00000003"):
+        assert (step, consumed) == (3, 12)
+        found, wanted = flatten(found), flatten(expected)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(leaf, wanted[path]) for path, leaf in found.items())
+
+
+def failing_save(grid, root):
+    setup, state = make(grid)
+    try:
+        checkpoint.save(root, state, run.settings.dump(setup.run), keep=1)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_save_that_fails_on_the_writing_rank_fails_on_all(pools, tmp_path):
+    (tmp_path / "checkpoints").write_text("a file where the directory should be")
+    for found in pools(2)(failing_save, MeshConfig(dp_shard=2), tmp_path / "checkpoints"):
+        assert "step_00000000" in found and "Not a directory" in found
+
+
+def sleep_forever():
+    while mesh.rank() == 1:
+        pass
+
+
+def test_the_watchdog_ends_a_group_that_hangs():
+    pool = Pool(2)
+    with pytest.raises(AssertionError, match="did not answer"):
+        pool(sleep_forever, timeout=3)
+    assert not any(process.is_alive() for process in pool.processes)

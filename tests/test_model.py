@@ -1,0 +1,223 @@
+"""The model as a function: causal, document-aware, the same in a batch, compiled, vectorised or as a module."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from tiny import FAMILIES, distance, random_batch, random_params, tiny
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import glm5fn
+from glm5fn import attn_gqa, flatten, forward, loss, mlp, value_and_grad
+from glm5fn.kernels import REFERENCE
+from glm5fn.model import block
+from glm5fn.tree import tree_map
+
+EACH_FAMILY = pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+F64 = torch.float64
+
+
+def grads_of(params, batch, cfg, **settings):
+    (value, _), grads = value_and_grad(partial(loss, batch=batch, cfg=cfg, **settings))(params)
+    return {"value": value, **grads}
+
+
+@EACH_FAMILY
+def test_fast_kernels_give_the_loss_and_gradients_of_the_slow_ones(changes):
+    cfg = tiny(**changes)
+    params, batch = random_params(cfg, dtype=F64), random_batch(cfg)
+    batch["segments"] = torch.tensor([[1] * 4 + [2] * 3 + [0] * 2, [1] * 9, [1] + [2] * 8])
+    assert distance(grads_of(params, batch, cfg), grads_of(params, batch, cfg, kernels=REFERENCE)) < 1e-10
+
+
+def test_blocks_run_on_params_and_x_alone():
+    cfg, x = tiny(), torch.randn(2, 5, 22)
+    layer = random_params(cfg)["layers"]["0"]
+    assert attn_gqa(layer["attn"], x).shape == x.shape
+    assert mlp(layer["ffn"], x).shape == x.shape
+
+
+@EACH_FAMILY
+def test_a_token_changes_no_logits_before_it_and_some_after(changes):
+    cfg = tiny(**changes)
+    params, tokens = random_params(cfg), random_batch(cfg)["tokens"]
+    for at in (0, 4, 8):
+        other = tokens.clone()
+        other[:, at] = (other[:, at] + 1) % cfg.vocab_size
+        before, after = forward(params, tokens, cfg), forward(params, other, cfg)
+        assert torch.equal(before[:, :at], after[:, :at])
+        assert (before[:, at:] != after[:, at:]).any(-1).all()
+
+
+def test_a_logit_has_no_gradient_at_later_tokens():
+    cfg = tiny()
+    params, x = random_params(cfg, dtype=F64)["layers"]["0"], torch.randn(1, 9, 22, dtype=F64, requires_grad=True)
+    for at in range(9):
+        (slope,) = torch.autograd.grad(block(params, x, None, None, cfg=cfg)[:, at].sum(), x)
+        assert (slope[:, : at + 1] != 0).any(-1).all() and not slope[:, at + 1 :].any()
+
+
+@EACH_FAMILY
+def test_packed_documents_give_the_loss_and_gradients_of_separate_ones(changes):
+    cfg = tiny(**changes)
+    params, lengths = random_params(cfg, dtype=F64), (7, 9, 1)
+    row = random_batch(cfg, 1, 20)
+    segments = torch.tensor([1] * 7 + [2] * 9 + [3] * 1 + [0] * 3)[None]
+    targets = row["targets"].masked_fill(segments == 0, -100)
+    packed = grads_of(params, {"tokens": row["tokens"], "targets": targets, "segments": segments}, cfg, count=1)
+    alone, start = None, 0
+    for length in lengths:
+        part = {name: row[name][:, start : start + length] for name in ("tokens", "targets")}
+        grads = grads_of(params, part, cfg, count=1)
+        alone = grads if alone is None else tree_map(torch.add, alone, grads)
+        start += length
+    assert distance(packed, alone) < 1e-10
+
+
+def test_another_document_changes_nothing():
+    cfg = tiny()
+    params, tokens = random_params(cfg), random_batch(cfg)["tokens"]
+    segments = torch.tensor([1] * 4 + [2] * 5).expand(3, -1)
+    other = tokens.clone()
+    other[:, :4] = 0
+    one, two = (forward(params, t, cfg, segments=segments)[:, 4:] for t in (tokens, other))
+    assert torch.equal(one, two)
+
+
+def test_given_positions_turn_the_heads():
+    cfg = tiny()
+    params, tokens = random_params(cfg, dtype=F64), random_batch(cfg)["tokens"]
+    steps = torch.arange(9).expand(3, -1)
+    plain = forward(params, tokens, cfg)
+    assert torch.equal(forward(params, tokens, cfg, steps), plain)
+    torch.testing.assert_close(forward(params, tokens, cfg, steps + 30), plain, rtol=1e-10, atol=1e-10)  # relative
+    assert not torch.allclose(forward(params, tokens, cfg, steps * 2), plain)
+
+
+def test_padding_rows_are_finite_and_have_no_gradient():
+    cfg = tiny()
+    params, batch = random_params(cfg), random_batch(cfg, 2)
+    batch["segments"] = torch.tensor([[0] * 9, [0] * 4 + [1] * 5])
+    batch["targets"] = batch["targets"].masked_fill(batch["segments"] == 0, -100)
+    grads = grads_of(params, batch, cfg, count=5)
+    alone = grads_of(params, {name: part[1:, 4:] for name, part in batch.items() if name != "segments"}, cfg, count=5)
+    assert all(torch.isfinite(leaf).all() for leaf in flatten(grads).values())
+    assert distance(grads, alone) < 1e-5
+
+
+def test_a_row_alone_gives_the_logits_that_it_gives_in_a_batch():
+    cfg = tiny()
+    params, tokens = random_params(cfg, dtype=F64), random_batch(cfg)["tokens"]
+    together = forward(params, tokens, cfg)
+    for row in range(3):
+        torch.testing.assert_close(forward(params, tokens[row : row + 1], cfg)[0], together[row], rtol=0, atol=1e-12)
+
+
+def test_swapping_any_two_of_the_four_norms_moves_the_logits():
+    cfg = tiny()
+    params, tokens = random_params(cfg), random_batch(cfg)["tokens"]
+    logits, layer = forward(params, tokens, cfg), params["layers"]["0"]
+    norms = [name for name in layer if name.endswith("norm")]
+    assert len(norms) == 4
+    for i, one in enumerate(norms):
+        for other in norms[i + 1 :]:
+            swapped = layer | {one: layer[other], other: layer[one]}
+            moved = forward(params | {"layers": params["layers"] | {"0": swapped}}, tokens, cfg)
+            assert (moved - logits).abs().max() > 1e-3
+
+
+def test_a_tied_embedding_is_one_leaf_whose_gradient_is_the_sum_of_both_uses():
+    cfg = tiny(**FAMILIES["glm5_dense, tied"])
+    params, batch = random_params(cfg, dtype=F64), random_batch(cfg)
+    apart = params | {"head": params["embed"]}
+    tied, untied = grads_of(params, batch, cfg), grads_of(apart, batch, replace(cfg, tie_word_embeddings=False))
+    assert "head" not in tied
+    torch.testing.assert_close(tied["embed"], untied["embed"] + untied["head"], rtol=1e-12, atol=1e-14)
+
+
+@EACH_FAMILY
+def test_recomputation_changes_no_bit_on_two_threads(changes, two_threads):
+    cfg = tiny(**changes, vocab_size=1024, hidden_size=64)
+    params, batch = random_params(cfg), random_batch(cfg, 4, 48)
+    kept, again = grads_of(params, batch, cfg), grads_of(params, batch, cfg, recompute=True)
+    assert all(torch.equal(a, b) for a, b in zip(flatten(kept).values(), flatten(again).values(), strict=True))
+
+
+@EACH_FAMILY
+def test_the_module_view_gives_the_same_logits(changes):
+    cfg = tiny(**changes)
+    params, tokens = random_params(cfg), random_batch(cfg)["tokens"]
+    shell = glm5fn.Shell(cfg)
+    assert shell.state_dict().keys() == flatten(params).keys()
+    called = torch.func.functional_call(shell, flatten(params), (tokens,), strict=True)
+    assert torch.equal(called, forward(params, tokens, cfg))
+
+
+def test_the_module_view_exports():
+    cfg = tiny()
+    params, tokens = random_params(cfg), random_batch(cfg)["tokens"]
+    shell = glm5fn.Shell(cfg)
+    shell.load_state_dict(flatten(params), assign=True)
+    exported = torch.export.export(shell, (tokens,)).module()
+    torch.testing.assert_close(exported(tokens), forward(params, tokens, cfg), rtol=1e-5, atol=1e-6)
+
+
+@EACH_FAMILY
+def test_functional_gradients_equal_value_and_grad(changes):
+    cfg = tiny(**changes)
+    params, batch = random_params(cfg, dtype=F64), random_batch(cfg)
+    grads, (value, _) = torch.func.grad_and_value(partial(loss, batch=batch, cfg=cfg), has_aux=True)(params)
+    assert distance({"value": value, **grads}, grads_of(params, batch, cfg)) == 0
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@EACH_FAMILY
+def test_gradients_of_each_row_by_vmap_equal_those_taken_one_by_one(changes):
+    cfg = tiny(**changes)
+    params, batch = random_params(cfg, dtype=F64), random_batch(cfg)
+
+    def grads(tokens, targets):
+        row = {"tokens": tokens[None], "targets": targets[None]}
+        return torch.func.grad(lambda p: loss(p, row, cfg)[0])(params)
+
+    each = torch.func.vmap(grads)(batch["tokens"], batch["targets"])
+    for i in range(3):
+        one = grads(batch["tokens"][i], batch["targets"][i])
+        assert distance(tree_map(lambda leaf, i=i: leaf[i], each), one) < 1e-10
+
+
+def test_gradients_accumulate_in_place_to_those_of_the_whole_batch():
+    cfg = tiny()
+    params, batch = random_params(cfg, dtype=F64), random_batch(cfg)
+    run = value_and_grad(partial(loss, cfg=cfg, count=20))
+    _, whole = run(params, batch)
+    grads = {}
+    for row in range(3):
+        kept = dict(flatten(grads))
+        _, grads = run(params, {name: part[row : row + 1] for name, part in batch.items()}, into=grads)
+        assert all(flatten(grads)[path] is leaf for path, leaf in kept.items())
+    assert distance(grads, whole) < 1e-12
+    assert not any(leaf.requires_grad or leaf.grad is not None for leaf in flatten(params).values())
+
+
+@EACH_FAMILY
+def test_the_compiled_block_is_one_graph_and_equals_eager(changes):
+    torch._dynamo.reset()
+    cfg = tiny(**changes)
+    params, batch = random_params(cfg), random_batch(cfg)
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend=graphs)
+    for recompute in (False, True):
+        compared = grads_of(params, batch, cfg, block=compiled, recompute=recompute)
+        assert distance(compared, grads_of(params, batch, cfg)) < 1e-5
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.slow
+def test_the_block_compiled_by_inductor_equals_eager():
+    torch._dynamo.reset()
+    cfg = tiny()
+    params, batch = random_params(cfg), random_batch(cfg)
+    compared = grads_of(params, batch, cfg, block=torch.compile(block, fullgraph=True))
+    assert distance(compared, grads_of(params, batch, cfg)) < 1e-5

@@ -1,0 +1,159 @@
+"""Real processes: the launcher, torchrun, signals and kills. None may stay behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm5fn import checkpoint
+from glm5fn.files import TensorFiles
+from glm5fn.record import read_metrics
+
+ROOT = Path(__file__).parent.parent
+TINY = [
+    *("--model.hidden-size", "24", "--model.intermediate-size", "40", "--model.num-hidden-layers", "2"),
+    *("--data.seq-len", "16", "--data.global-batch", "4", "--data.micro-batch", "1", "--data.held-out", "0"),
+]
+FOREVER = ["--steps", "100000", "--optim.decay-steps", "200000", "--checkpoint.every", "100000"]
+
+
+def start(*argv, launcher=(sys.executable,)):
+    """train.py in a process group of its own, with an environment that no launcher has touched."""
+    hidden = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "PYTEST_XDIST_WORKER"}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    return subprocess.Popen(
+        [*launcher, str(ROOT / "train.py"), *map(str, argv)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process, timeout=240):
+    """The exit code and all that was printed."""
+    try:
+        printed, _ = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return process.returncode, printed
+
+
+def processes_of(out):
+    """The ids of the running processes whose command line names this directory."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if str(out) in command:
+            found.append(int(entry.name))
+    return found
+
+
+def wait_for(condition, seconds=240.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.1)
+
+
+def steps_done(out):
+    return len(read_metrics(out)) if (out / "metrics.jsonl").exists() else 0
+
+
+def weights(out, step):
+    files = TensorFiles.open_file(out / "checkpoints" / f"step_{step:08}" / "params.safetensors")
+    return {key: files.read(key) for key in files.rows}
+
+
+def test_a_two_process_run_starts_its_processes_itself_and_equals_torchrun(tmp_path):
+    settings = ["--config", "dense-dp2", *TINY, "--steps", "3", "--deterministic"]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    own = start(*settings, "--out", tmp_path / "own")
+    code, printed = finish(own)
+    assert code == 0 and printed.count("step 3 ") == 1, printed
+    code, printed = finish(start(*settings, "--out", tmp_path / "torchrun", launcher=torchrun))
+    assert code == 0, printed
+    one, other = weights(tmp_path / "own", 3), weights(tmp_path / "torchrun", 3)
+    assert all(torch.equal(leaf, other[key]) for key, leaf in one.items())
+    assert not processes_of(tmp_path / "own") and not processes_of(tmp_path / "torchrun")
+
+
+def test_torchrun_with_another_number_of_processes_is_refused_with_the_equation(tmp_path):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    code, printed = finish(start("--config", "dense-dp2", *TINY, "--out", tmp_path / "out", launcher=torchrun))
+    assert code != 0 and "started 3 processes" in printed and "mesh.dp-shard (2) = 2" in printed, printed
+    assert not (tmp_path / "out").exists() and not processes_of(tmp_path / "out")
+
+
+def test_ctrl_c_saves_on_all_ranks_and_leaves_no_process(tmp_path):
+    out = tmp_path / "out"
+    run = start("--config", "dense-dp2", *TINY, *FOREVER, "--out", out)
+    wait_for(lambda: steps_done(out) >= 2)
+    assert len(processes_of(out)) == 3  # the launcher and two workers
+    run.send_signal(signal.SIGINT)
+    code, printed = finish(run)
+    assert code == 1 and "interrupted" in printed, printed
+    assert "Traceback" not in printed, printed
+    path, skipped = checkpoint.newest(out / "checkpoints")
+    assert path is not None and not skipped
+    assert json.loads((path / "state.json").read_text())["step"] == read_metrics(out)[-1]["step"]
+    assert not processes_of(out)
+
+
+def test_workers_end_when_their_launcher_is_killed(tmp_path):
+    out = tmp_path / "out"
+    run = start("--config", "dense-dp2", *TINY, *FOREVER, "--out", out)
+    wait_for(lambda: steps_done(out) >= 1)
+    run.kill()
+    run.wait()
+    wait_for(lambda: not processes_of(out), seconds=60)
+
+
+def test_a_killed_worker_ends_the_run_with_an_error(tmp_path):
+    out = tmp_path / "out"
+    run = start("--config", "dense-dp2", *TINY, *FOREVER, "--out", out)
+    wait_for(lambda: steps_done(out) >= 1)
+    os.kill(max(processes_of(out)), signal.SIGKILL)
+    code, printed = finish(run)
+    assert code == 1, printed
+    assert not processes_of(out)
+
+
+@pytest.mark.slow
+def test_runs_killed_at_random_moments_of_saving_lose_nothing_but_the_unfinished_step(tmp_path):
+    settings = ["--config", "dense-dp2", *TINY, "--steps", "60", "--checkpoint.every", "1", "--deterministic"]
+    code, printed = finish(start(*settings, "--out", tmp_path / "straight"), 300)
+    assert code == 0, printed
+    out, kills = tmp_path / "killed", 0
+    for attempt in range(20):
+        before = steps_done(out)
+        run = start(*settings, "--out", out, "--resume", "auto")
+        wait_for(lambda before=before, run=run: steps_done(out) > before + 1 or run.poll() is not None)
+        if run.poll() is not None:
+            break
+        time.sleep(0.013 * attempt)
+        victims = processes_of(out)
+        for victim in victims if attempt % 2 else victims[-1:]:
+            os.kill(victim, signal.SIGKILL)
+        kills += 1
+        finish(run)
+        wait_for(lambda: not processes_of(out), seconds=70)
+        path, _ = checkpoint.newest(out / "checkpoints")
+        assert path is not None and checkpoint.number(path) >= steps_done(out) - 1
+    code, printed = finish(start(*settings, "--out", out, "--resume", "auto"), 300)
+    assert code == 0, printed
+    print(f"{kills} kills survived")
+    one, other = weights(tmp_path / "straight", 60), weights(out, 60)
+    assert all(torch.equal(leaf, other[key]) for key, leaf in one.items())
+    losses = [[record["loss"] for record in read_metrics(path)] for path in (tmp_path / "straight", out)]
+    assert losses[0] == losses[1]
