@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .config import ModelConfig
 from .kernels import TORCH, Kernels
-from .ops import rope, rope_angles
+from .ops import rope_angles
 from .spec import Param
 
 
@@ -66,6 +66,6 @@ def attn_gqa(
         positions = torch.arange(x.shape[1], device=x.device)
     wide = torch.promote_types(x.dtype, torch.float32)
     cos, sin = rope_angles(positions, rotary_dim or head_dim, theta, wide)
-    q, k = rope(q, cos, sin, interleaved), rope(k, cos, sin, interleaved)
+    q, k = kernels.rope(q, cos, sin, interleaved), kernels.rope(k, cos, sin, interleaved)
     y = kernels.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), segments)
     return kernels.linear(y.transpose(1, 2).flatten(2), params["o"].flatten(1))

@@ -8,7 +8,7 @@ import torch
 from tiny import distance
 
 from glm5fn.kernels import REFERENCE, TORCH, WIDENED, portable
-from glm5fn.ops import rope, rope_angles
+from glm5fn.ops import rope_angles
 
 KERNELS = pytest.mark.parametrize("kernels", [REFERENCE, TORCH, WIDENED], ids=["reference", "torch", "widened"])
 
@@ -47,10 +47,11 @@ def test_swiglu_gates_the_second_half_by_the_first(kernels):
             assert math.isclose(y[n, f], gate / (1 + math.exp(-gate)) * up, rel_tol=1e-12)
 
 
+@KERNELS
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_rope_multiplies_each_pair_by_a_unit_complex_number(interleaved):
+def test_rope_multiplies_each_pair_by_a_unit_complex_number(kernels, interleaved):
     x, positions, theta, pairs = randn(2, 5, 3, 10), torch.tensor([[0, 1, 2, 7, 11], [3, 0, 1, 2, 40]]), 50.0, 3
-    y = rope(x, *rope_angles(positions, 2 * pairs, theta, torch.float64), interleaved)
+    y = kernels.rope(x, *rope_angles(positions, 2 * pairs, theta, torch.float64), interleaved)
     for b in range(2):
         for s in range(5):
             for h in range(3):
@@ -90,6 +91,7 @@ def test_token_loss_sums_the_negative_log_likelihoods_of_the_labels(kernels):
 @pytest.mark.parametrize("logits", [1, 23, 24, 10_000], ids=lambda n: f"{n} logits at once")
 def test_the_chunked_loss_equals_the_whole_one_and_so_do_its_gradients(logits, monkeypatch):
     monkeypatch.setattr(portable, "LOGITS", logits)
+    monkeypatch.setattr(portable, "ROWS", 1)
     x, head, targets = randn(7, 4).requires_grad_(), randn(11, 4, seed=1).requires_grad_(), torch.arange(7) + 3
     targets[2] = -100
     results = []
@@ -101,6 +103,7 @@ def test_the_chunked_loss_equals_the_whole_one_and_so_do_its_gradients(logits, m
 
 def test_the_chunked_loss_never_holds_all_logits(monkeypatch):
     monkeypatch.setattr(portable, "LOGITS", 64)
+    monkeypatch.setattr(portable, "ROWS", 1)
     x, head, targets = randn(256, 4).requires_grad_(), randn(32, 4, seed=1).requires_grad_(), torch.arange(256) % 32
     sizes = []
 
@@ -133,7 +136,7 @@ def test_linear_equals_a_loop_and_its_gradients_the_formula(kernels):
         for s in range(3):
             for o in range(4):
                 total = bias[o] + sum(x[b, s, i] * weight[o, i] for i in range(5))
-                assert math.isclose(y[b, s, o], total, rel_tol=1e-11)
+                assert math.isclose(y[b, s, o].item(), total.item(), rel_tol=1e-11)
     grads = torch.autograd.grad(y, (x, weight, bias), slope)
     wanted = slope @ weight, torch.einsum("bso,bsi->oi", slope, x), slope.sum((0, 1))
     for grad, formula in zip(grads, wanted, strict=True):
@@ -152,20 +155,29 @@ def test_widened_kernels_take_and_give_bf16_and_round_once():
     torch.testing.assert_close(WIDENED.token_loss(q[0, 0], weight, targets), loss, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "swiglu"])
-def test_a_lean_backward_pass_equals_the_derivative_of_the_formula(name):
-    inputs = {"rms_norm": (randn(3, 8), randn(8, seed=1)), "swiglu": (randn(3, 8),)}[name]
-    inputs = tuple(leaf.requires_grad_() for leaf in inputs)
-    extra = (1e-3,) if name == "rms_norm" else ()
-    slope, results = randn(3, 8 if name == "rms_norm" else 4, seed=2), []
+ANGLES = rope_angles(torch.arange(3), 6, 50.0, torch.float64)
+LEAN = {
+    "rms_norm": ((randn(3, 8), randn(8, seed=1)), (1e-3,)),
+    "swiglu": ((randn(3, 8),), ()),
+    "rope": ((randn(2, 3, 5, 8),), (*ANGLES, True)),
+    "rope, half-split": ((randn(2, 3, 5, 8),), (*ANGLES, False)),
+}
+
+
+@pytest.mark.parametrize("case", LEAN)
+def test_a_lean_backward_pass_equals_the_derivative_of_the_formula(case):
+    inputs, extra = LEAN[case]
+    inputs, results = tuple(leaf.clone().requires_grad_() for leaf in inputs), []
     for kernels in (REFERENCE, TORCH):
-        y = getattr(kernels, name)(*inputs, *extra)
-        results.append({str(i): g for i, g in enumerate((y, *torch.autograd.grad(y, inputs, slope)))})
+        y = getattr(kernels, case.split(",")[0])(*inputs, *extra)
+        grads = torch.autograd.grad(y, inputs, randn(*y.shape, seed=2))
+        results.append({str(i): leaf for i, leaf in enumerate((y, *grads))})
     assert distance(*results) < 1e-12
 
 
 def test_the_loss_of_bf16_logits_sums_its_head_gradient_in_fp32(monkeypatch):
-    monkeypatch.setattr(portable, "LOGITS", 8)  # a chunk a row
+    monkeypatch.setattr(portable, "LOGITS", 8)
+    monkeypatch.setattr(portable, "ROWS", 1)  # chunks of 4
     x, head = torch.ones(4096, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     TORCH.token_loss(x, head, torch.zeros(4096, dtype=torch.long)).backward()
     assert head.grad[0].item() == -2048  # a sum of halves in bf16 would stop at -128

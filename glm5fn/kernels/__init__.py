@@ -14,6 +14,7 @@ class Kernels(NamedTuple):
     """linear: (x [*b, i], weight [o, i], bias [o] | None) -> [*b, o].
 
     rms_norm: (x [*b, d], weight [d], eps) -> [*b, d].
+    rope: (x [*b, s, h, k], cos and sin [*b, s, r], interleaved) -> [*b, s, h, k], the first 2r dims rotated.
     swiglu: (gate_up [*b, 2f]) -> [*b, f].
     attention: (q [b, h, s, k], k [b, n, t, k], v [b, n, t, u], segments [b, s] | None, scale) -> [b, h, s, u], causal,
     inside each segment; h is a multiple of n.
@@ -23,6 +24,7 @@ class Kernels(NamedTuple):
 
     linear: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
+    rope: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     attention: Callable[..., Tensor]
     token_loss: Callable[..., Tensor]

@@ -11,7 +11,8 @@ from ..ops import upcast
 from . import reference
 from .reference import IGNORE
 
-LOGITS = 1 << 22  # logits that the loss holds at once
+LOGITS = 1 << 22  # logits that the loss holds at once,
+ROWS = 128  # but never fewer rows of them: a matmul of less is slow
 
 linear = F.linear
 
@@ -42,6 +43,26 @@ class RMSNorm(torch.autograd.Function):
         return x_grad.type_as(x), weight_grad, None
 
 
+class Rope(torch.autograd.Function):
+    """A rotation, whose gradient is the rotation back: nothing of x is kept."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        return reference.rope(x, cos, sin, interleaved)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, cos, sin, ctx.interleaved = inputs
+        ctx.save_for_backward(cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return reference.rope(grad, cos, -sin, ctx.interleaved), None, None, None
+
+
 class SwiGLU(torch.autograd.Function):
     """Keeps gate_up alone for the backward pass and does the arithmetic again there."""
 
@@ -64,6 +85,11 @@ class SwiGLU(torch.autograd.Function):
 def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, "d"], eps: float) -> Float[Tensor, "*b d"]:
     """As `reference.rms_norm`."""
     return RMSNorm.apply(x, weight, eps)
+
+
+def rope(x: Float[Tensor, "*b s h k"], cos: Tensor, sin: Tensor, interleaved: bool) -> Float[Tensor, "*b s h k"]:
+    """As `reference.rope`."""
+    return Rope.apply(x, cos, sin, interleaved)
 
 
 def swiglu(gate_up: Float[Tensor, "*b 2f"]) -> Float[Tensor, "*b f"]:
@@ -94,23 +120,24 @@ class TokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, head: Tensor, targets: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor]:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        total = x.new_zeros((), dtype=wide)
-        x_grads, head_grad = [], head.new_zeros(head.shape, dtype=wide) if training else head.new_zeros(())
-        rows = max(1, LOGITS // head.shape[0])
+        total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
+        x_grads, head_grad = [], None
+        rows = max(ROWS, LOGITS // head.shape[0])
         for some, wanted in zip(x.split(rows), targets.split(rows), strict=True):
             logits = upcast(some @ head.mT)
-            kept = (wanted != IGNORE)[:, None]
+            kept = (wanted != IGNORE)[:, None].type_as(logits)
             index = wanted.clamp(min=0)[:, None]
-            lse = logits.logsumexp(-1, keepdim=True)
-            total = total + ((lse - logits.gather(-1, index)) * kept).sum()
+            top, chosen = logits.amax(-1, keepdim=True), logits.gather(-1, index)
+            weights = logits.sub_(top).exp_()
+            mass = weights.sum(-1, keepdim=True)
+            total = total + ((mass.log() + top - chosen) * kept).sum()
             if training:
-                slope = logits.sub_(lse).exp_()
-                slope = slope.scatter_add(-1, index, -torch.ones_like(lse)).mul_(kept).type_as(x)
+                slope = weights.mul_(kept / mass).scatter_add_(-1, index, -kept).type_as(x)
                 x_grads.append(slope @ head)
-                head_grad = head_grad + slope.mT @ some
-        x_grad = torch.cat(x_grads) if training else x.new_zeros(())
-        return total, x_grad, head_grad
+                head_grad = add_product(head_grad, slope.mT, some)
+        if head_grad is None:
+            return total, x.new_zeros(()), head.new_zeros(())
+        return total, torch.cat(x_grads), head_grad
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -121,8 +148,16 @@ class TokenLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        # In place, since the head's gradient may be the largest tensor of all; a second pass would be told so.
         x_grad, head_grad = ctx.saved_tensors
-        return (x_grad * grad).type_as(x_grad), (head_grad * grad).to(ctx.head_dtype), None, None
+        return x_grad.mul_(grad), head_grad.mul_(grad).to(ctx.head_dtype), None, None
+
+
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b in at least fp32, in place where there is a total."""
+    if total is None:
+        return upcast(a @ b)
+    return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
 
 
 def token_loss(x: Float[Tensor, "n d"], head: Float[Tensor, "v d"], targets: Int[Tensor, "n"]) -> Float[Tensor, ""]:

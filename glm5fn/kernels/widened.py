@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..ops import upcast
 from . import portable
-from .portable import rms_norm, swiglu
+from .portable import rms_norm, rope, swiglu
 
-__all__ = ["attention", "linear", "rms_norm", "swiglu", "token_loss"]
+__all__ = ["attention", "linear", "rms_norm", "rope", "swiglu", "token_loss"]
 
 
 class Linear(torch.autograd.Function):
