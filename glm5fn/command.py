@@ -8,11 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
 
 from . import checkpoint, settings
 from .config import ConfigError, ModelConfig
-from .device import choose
+from .device import choose, widest
 from .hf import open_model
 from .record import METRICS
 from .settings import CONFIG, RunConfig
@@ -95,6 +96,8 @@ def refuse(command: Command) -> None:
             f"the launcher started {started} processes, the mesh needs mesh.dp-replicate ({mesh.dp_replicate}) x "
             f"mesh.dp-shard ({mesh.dp_shard}) = {mesh.world}: start as many, or change the mesh"
         )
+    if run.deterministic and widest(run.device) != torch.float64:
+        raise ConfigError(f"--deterministic sums in fp64, which {run.device} does not have: leave it out")
     if run.tensorboard and find_spec("tensorboard") is None:
         raise ConfigError("--tensorboard needs the tensorboard package: install glm5fn[tensorboard], or leave it out")
     for flag, file in {"--data.path": run.data.path, "--data.tokenizer": run.data.tokenizer}.items():

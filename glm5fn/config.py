@@ -124,24 +124,25 @@ class ModelConfig:
                 raise ConfigError(f"{path}: cannot be read as a model's config.json ({error})") from error
             if not isinstance(source, Mapping):
                 raise ConfigError(f"{path}: must be a JSON object, is {type(source).__name__}")
-        keys = dict(source)
+        keys = {key: value for key, value in source.items() if value is not None}  # null is as good as absent
         model_type = keys.get("model_type")
-        if model_type not in ABSENT:
+        if model_type not in tuple(ABSENT):
             raise ConfigError(f"model_type ({model_type!r}) must be one of {', '.join(sorted(ABSENT))}")
         if keys.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"hidden_act ({keys['hidden_act']!r}) must be 'silu'")
         rope = read_rope(keys)
         if model_type == "glm4_moe":
-            dense, layers = keys.get("first_k_dense_replace", 1), keys.get("num_hidden_layers", 0)
+            read = {"first_k_dense_replace": 1, "num_hidden_layers": 0} | keys
+            dense, layers = (build(int, read[name], name) for name in ("first_k_dense_replace", "num_hidden_layers"))
             if dense < layers:
                 raise ConfigError(f"layers {dense}-{layers - 1} are MoE: first_k_dense_replace must be {layers}")
-        eos = keys.get("eos_token_id")
-        keys["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
+        eos = keys.get("eos_token_id", ())
+        keys["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
         hidden, heads = keys.get("hidden_size"), keys.get("num_attention_heads")
         split: dict[str, Any] = (
             {"head_dim": hidden // heads} if isinstance(hidden, int) and isinstance(heads, int) and heads else {}
         )
-        keys = split | ABSENT[model_type] | {k: v for k, v in (keys | rope).items() if v is not None}
+        keys = split | ABSENT[model_type] | keys | rope
         known = {f.name: f for f in dataclasses.fields(cls) if f.name != "extra"}
         missing = [n for n, f in known.items() if f.default is dataclasses.MISSING and n not in keys]
         if missing:
@@ -191,14 +192,14 @@ def read_rope(keys: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_theta` and `partial_rotary_factor`, whether they stand flat, nested, or in both places alike."""
     nested: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
-        nested |= keys.get(name) or {}
+        nested |= build(Mapping[str, Any], keys.get(name, {}), name)
     kind = nested.pop("rope_type", nested.pop("type", "default"))
     if kind != "default":
         raise ConfigError(f"rope_type ({kind!r}) must be 'default': scaled RoPE is not supported")
     nested.pop("type", None)
     found: dict[str, Any] = {}
     for name in ("rope_theta", "partial_rotary_factor"):
-        values = {v for v in (keys.get(name), nested.pop(name, None)) if v is not None}
+        values = {build(float, v, name) for v in (keys.get(name), nested.pop(name, None)) if v is not None}
         if len(values) > 1:
             raise ConfigError(f"{name} stands twice with different values: {', '.join(map(str, sorted(values)))}")
         if values:
@@ -234,7 +235,7 @@ def build(kind: Any, value: Any, name: str = "") -> Any:
     if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
         return {key: build(args[1], item, f"{name}{key}.") for key, item in value.items()}
     if kind is float and type(value) in (int, str):  # YAML takes 1e-4 for text
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             return float(value)
     if kind is Any or type(value) is kind:
         return value

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -24,5 +25,5 @@ def mlp_specs(cfg: ModelConfig) -> dict[str, Param]:
 
 def mlp(params: Mapping[str, Tensor], x: Float[Tensor, "b s d"], *, kernels: Kernels = TORCH) -> Float[Tensor, "b s d"]:
     """SwiGLU: down(silu(gate x) * up x). params: gate_up [2, f, d], gate first, and down [d, f]."""
-    gate_up = kernels.linear(x, params["gate_up"].flatten(0, 1))
+    gate_up = kernels.linear(x, rearrange(params["gate_up"], "pair f d -> (pair f) d"))
     return kernels.linear(kernels.swiglu(gate_up), params["down"])

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -56,8 +57,9 @@ def attn_gqa(
 
     def project(name: str) -> Float[Tensor, "b s h k"]:
         weight, bias = params[name], params.get(f"{name}_bias")
-        bias = None if bias is None else bias.flatten()
-        return kernels.linear(x, weight.flatten(0, 1), bias).unflatten(-1, weight.shape[:2])
+        bias = None if bias is None else rearrange(bias, "h k -> (h k)")
+        y = kernels.linear(x, rearrange(weight, "h k d -> (h k) d"), bias)
+        return rearrange(y, "b s (h k) -> b s h k", k=head_dim)
 
     q, k, v = project("q"), project("k"), project("v")
     if "q_norm" in params:
@@ -67,5 +69,6 @@ def attn_gqa(
     wide = torch.promote_types(x.dtype, torch.float32)
     cos, sin = rope_angles(positions, rotary_dim or head_dim, theta, wide)
     q, k = kernels.rope(q, cos, sin, interleaved), kernels.rope(k, cos, sin, interleaved)
-    y = kernels.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), segments)
-    return kernels.linear(y.transpose(1, 2).flatten(2), params["o"].flatten(1))
+    q, k, v = (rearrange(part, "b s h k -> b h s k") for part in (q, k, v))
+    y = kernels.attention(q, k, v, segments)
+    return kernels.linear(rearrange(y, "b h s u -> b s (h u)"), rearrange(params["o"], "d h u -> d (h u)"))

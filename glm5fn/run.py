@@ -106,7 +106,7 @@ def make_setup(run: RunConfig, device: str, dtype: torch.dtype, grid: DeviceMesh
 
 
 def together(function: Callable[[], T]) -> T:
-    """Call a function that has no exchanges inside; if it fails on one rank, RunError on all."""
+    """Call a function on all ranks; if it fails on one, RunError on all. What fails must not skip an exchange."""
     result, problem = None, None
     try:
         result = function()

@@ -69,3 +69,7 @@ def test_the_peak_of_a_cpu_is_measured_and_that_of_a_known_accelerator_its_vendo
     assert peak_flops("cuda", torch.bfloat16) == 989e12 and peak_flops("cuda", torch.float32) == 67e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an unknown device")
     assert peak_flops("cuda", torch.bfloat16) is None
+
+
+def test_a_deterministic_run_is_refused_where_there_is_no_fp64(npu, refuse):
+    assert "sums in fp64, which npu does not have" in refuse("--deterministic", "--device", "npu")
