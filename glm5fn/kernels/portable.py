@@ -24,7 +24,8 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return reference.rms_norm(x, weight, eps)
+        wide = upcast(x)
+        return (wide * inverse_rms(wide, eps)).type_as(x) * weight
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -34,13 +35,16 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wide = upcast(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
-        normed = wide * scale
-        weight_grad = (grad * normed.type_as(x)).flatten(0, -2).sum(0)
-        slope = upcast(grad * weight)
-        x_grad = (slope - normed * (slope * normed).mean(-1, keepdim=True)) * scale
-        return x_grad.type_as(x), weight_grad, None
+        wide, slope, gain = upcast(x), upcast(grad), upcast(weight)
+        scale = inverse_rms(wide, ctx.eps)
+        both = slope * wide
+        weight_grad = both.flatten(0, -2).mT @ scale.flatten()
+        pull = (both @ gain)[..., None] * scale**3 / x.shape[-1]
+        return (slope * gain * scale - wide * pull).type_as(x), weight_grad.type_as(weight), None
+
+
+def inverse_rms(wide: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / wide.shape[-1] + eps)
 
 
 class Rope(torch.autograd.Function):
