@@ -30,6 +30,9 @@ def main(argv: Sequence[str]) -> int:
         if mesh.rank() == 0:
             print(f"train.py: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("train.py: interrupted before it could save", file=sys.stderr)
+        return 1
     finally:
         mesh.stop()
     return 0 if ended else 1

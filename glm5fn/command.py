@@ -13,10 +13,12 @@ import tyro
 
 from . import checkpoint, settings
 from .config import ConfigError, ModelConfig
+from .data import SUFFIXES
 from .device import choose, widest
 from .hf import open_model
 from .record import METRICS
 from .settings import CONFIG, RunConfig
+from .text import open_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +102,24 @@ def refuse(command: Command) -> None:
         raise ConfigError(f"--deterministic sums in fp64, which {run.device} does not have: leave it out")
     if run.tensorboard and find_spec("tensorboard") is None:
         raise ConfigError("--tensorboard needs the tensorboard package: install glm5fn[tensorboard], or leave it out")
-    for flag, file in {"--data.path": run.data.path, "--data.tokenizer": run.data.tokenizer}.items():
-        if file is not None and file != "bytes" and not Path(file).is_file():
-            raise ConfigError(f"{flag} {file} is not there: must be a file")
+    refuse_data(run)
     refuse_start(command)
     refuse_places(command)
+
+
+def refuse_data(run: RunConfig) -> None:
+    """Refuse what can be seen without reading the data: names, and a tokenizer that does not fit the model."""
+    path, tokenizer = run.data.path, run.data.tokenizer
+    for flag, file in {"--data.path": path, "--data.tokenizer": tokenizer}.items():
+        if file not in (None, "bytes") and not Path(file).is_file():
+            raise ConfigError(f"{flag} {file} is not there: must be a file")
+    if path is not None and not path.endswith(SUFFIXES):
+        raise ConfigError(f"--data.path {path} must end in one of {', '.join(SUFFIXES)}")
+    if not (path or "").endswith(".safetensors"):
+        try:
+            open_tokenizer(tokenizer, run.model)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
 
 def refuse_start(command: Command) -> None:

@@ -86,8 +86,8 @@ def read(run: Path, first: int | None) -> Records:
     """The records of a run by step, up to the step `first`."""
     try:
         records = {record["step"]: record for record in read_metrics(run)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{run / METRICS} must hold one JSON object with a step on each line: {error!r}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
     if not records:
         raise ConfigError(f"{run} must be the directory of a run that has made a step, has no record in {METRICS}")
     return {step: record for step, record in sorted(records.items()) if first is None or step <= first}

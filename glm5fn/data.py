@@ -19,6 +19,8 @@ from .kernels.reference import IGNORE
 from .settings import DataConfig
 from .text import documents, encode, open_tokenizer
 
+SUFFIXES = (".jsonl", ".txt", ".safetensors")
+
 Batch = dict[str, Tensor]  # tokens, targets: int64 [b, s]
 Rows = dict[str, np.ndarray]  # tokens, targets: int64 [s], or [b, s] for an array of indices
 
@@ -129,7 +131,7 @@ def open_data(cfg: DataConfig, model: ModelConfig, seed: int) -> Data:
     if path is not None:
         if not path.is_file():
             raise ValueError(f"{path}: {'is a directory' if path.is_dir() else 'not found'}: data.path must be a file")
-        if path.suffix not in (".jsonl", ".txt", ".safetensors"):
+        if path.suffix not in SUFFIXES:
             raise ValueError(f"{path}: data.path must end in .jsonl, .txt or .safetensors")
         if path.stat().st_size == 0:
             raise ValueError(f"{path}: is empty: data.path must be a file that holds data")

@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LAUNCHER = "GLM5FN_LAUNCHER"  # in the environment of a process that `launch` started: the id of the one that did
 
 
 def launched() -> bool:
@@ -30,6 +31,7 @@ def launch(script: str, argv: Sequence[str], processes: int) -> int:
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     threads = os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     torch.set_num_threads(int(threads))
+    os.environ[LAUNCHER] = str(os.getpid())
     with tempfile.TemporaryDirectory() as logs:
         config = LaunchConfig(
             min_nodes=1,
@@ -54,8 +56,8 @@ def launch(script: str, argv: Sequence[str], processes: int) -> int:
 
 
 def end_with_launcher(interval: float = 1.0) -> None:
-    """End this process at once when its launcher is gone, since nobody else would."""
-    parent = os.getppid()
+    """End this process at once when its launcher is gone, be it gone already, since nobody else would."""
+    parent = int(os.environ.get(LAUNCHER, os.getppid()))
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -12,10 +12,17 @@ METRICS = "metrics.jsonl"
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of a run, one a step; half a line at the end, which a kill can leave, is none."""
+    """The records of a run, one a step; half a line at the end, which a kill can leave, is none.
+
+    Raises ValueError that names the file if a line is something else.
+    """
     path = run / METRICS
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    try:
+        records = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        return [record | {"step": int(record["step"])} for record in records]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} must hold one JSON object with a step on each line: {error!r}") from error
 
 
 def tell(text: str) -> None:

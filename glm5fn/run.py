@@ -71,7 +71,7 @@ def train(
         say(f"nothing left to do: {state.step} steps are done, steps is {run.steps}")
     else:
         together(lambda: prepare(out, text))
-        recorder = Recorder(out, state.step, run.steps, run.tensorboard, mesh.rank() == 0)
+        recorder = together(lambda: Recorder(out, state.step, run.steps, run.tensorboard, mesh.rank() == 0))
         with recorder, Interrupt() as interrupt:
             peak = peak_flops(device, dtype)
             state, ended = follow(setup, state, out / "checkpoints", text, recorder, interrupt, peak)

@@ -73,6 +73,9 @@ def test_what_is_not_known_is_refused_with_the_nearest_name(refuse, argv, said):
         ("--model.rms-norm-eps 0", "rms_norm_eps (0.0) must be finite and above 0"),
         ("--data.path none.txt", "--data.path none.txt is not there: must be a file"),
         ("--data.tokenizer none.json", "--data.tokenizer none.json is not there: must be a file"),
+        (f"--data.path {__file__}", "test_command.py must end in one of .jsonl, .txt, .safetensors"),
+        (f"--data.tokenizer {__file__}", "data.tokenizer must be 'bytes' or a tokenizer.json"),
+        ("--model.vocab-size 256", "bytes has 257 tokens, so vocab_size (256) must be at least 257"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_what_it_must_be(refuse, argv, said):

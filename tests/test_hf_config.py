@@ -86,6 +86,19 @@ def test_a_config_that_would_turn_otherwise_is_refused_by_name(more, named):
         ModelConfig.from_hf({"model_type": "glm4", **SIZES, **more})
 
 
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_theta", "first_k_dense_replace", "model_type"])
+@pytest.mark.parametrize("value", ["x", True, [[2]]], ids=str)
+def test_a_key_of_another_type_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=name):
+        ModelConfig.from_hf({"model_type": "glm4_moe", "first_k_dense_replace": 2, **SIZES, name: value})
+
+
+def test_null_is_as_good_as_absent():
+    keys = {"model_type": "glm4_moe", "num_hidden_layers": 1, **{k: v for k, v in SIZES.items() if "layers" not in k}}
+    nulls = dict.fromkeys(("first_k_dense_replace", "rope_parameters", "rope_theta", "attention_bias", "novel"))
+    assert ModelConfig.from_hf(keys | nulls) == ModelConfig.from_hf(keys)
+
+
 def test_unknown_keys_are_kept_for_the_export(tmp_path):
     cfg = ModelConfig.from_hf({"model_type": "glm4", **SIZES, "use_cache": False, "novel": [1]})
     save_hf(tmp_path / "x", init_params(cfg), cfg)

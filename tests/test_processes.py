@@ -110,10 +110,11 @@ def test_ctrl_c_saves_on_all_ranks_and_leaves_no_process(tmp_path):
     assert not processes_of(out)
 
 
-def test_workers_end_when_their_launcher_is_killed(tmp_path):
+@pytest.mark.parametrize("when", ["they are just born", "they train"])
+def test_workers_end_when_their_launcher_is_killed(tmp_path, when):
     out = tmp_path / "out"
     run = start("--config", "dense-dp2", *TINY, *FOREVER, "--out", out)
-    wait_for(lambda: steps_done(out) >= 1)
+    wait_for(lambda: steps_done(out) >= 1 if when == "they train" else len(processes_of(out)) == 3)
     run.kill()
     run.wait()
     wait_for(lambda: not processes_of(out), seconds=60)

@@ -149,6 +149,17 @@ def test_an_interrupted_run_saves_and_goes_on_as_if_it_had_not_been(go, tmp_path
     assert state(tmp_path / "x") == state(tmp_path / "straight")
 
 
+def test_a_second_ctrl_c_ends_a_run_at_once(go, tmp_path, monkeypatch):
+    def twice(text):
+        for _ in range(2 if text.startswith("step 2 ") else 0):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("glm5fn.record.tell", twice)
+    code, said = go("x", "--steps", "5")
+    assert code == 1 and "interrupted before it could save" in said
+    assert len(numbers(tmp_path / "x")) == 2 and not (tmp_path / "x" / "checkpoints").exists()
+
+
 def test_ctrl_c_reaches_a_run_of_its_own_process(tmp_path):
     argv = [*RUN, "--data.path", text(tmp_path), "--steps", "100000", "--out", tmp_path / "x"]
     command = [sys.executable, script.__file__, *map(str, argv)]
@@ -162,6 +173,13 @@ def test_ctrl_c_reaches_a_run_of_its_own_process(tmp_path):
     steps = int(said[-1].split()[-1])
     assert 2 <= steps < 100000 and [row[0] for row in numbers(tmp_path / "x")] == list(range(1, steps + 1))
     assert newest(tmp_path / "x" / "checkpoints") == (tmp_path / "x" / "checkpoints" / f"step_{steps:08}", [])
+
+
+def test_a_record_that_cannot_be_read_ends_the_run_with_its_name(go, tmp_path):
+    go("x", "--steps", "1")
+    (tmp_path / "x" / "metrics.jsonl").write_text("nonsense\n")
+    code, said = go("x", "--steps", "2", "--resume", "auto")
+    assert code == 1 and "x/metrics.jsonl must hold one JSON object with a step on each line" in said
 
 
 def test_events_for_tensorboard_are_the_record_from_the_step_gone_on_from(go, tmp_path, monkeypatch):
