@@ -1,4 +1,4 @@
-"""Every setting, as frozen dataclasses: the model by its Hugging Face names, and what a run is made of."""
+"""The model as a frozen dataclass by its Hugging Face names, and values built from files with their types checked."""
 
 import dataclasses
 import difflib
