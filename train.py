@@ -16,16 +16,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         command = parse(argv, RUNS)
         refuse(command)
+        if not launched() and command.run.mesh.world > 1:
+            return launch(__file__, argv, command.run.mesh.world)
+        if launched():
+            end_with_launcher()
+            mesh.start(command.run.device)
+        ended = train(command.run, command.directory, resume=command.resume, init=command.init, export=command.export)
     except ConfigError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
-    if not launched() and command.run.mesh.world > 1:
-        return launch(__file__, argv, command.run.mesh.world)
-    if launched():
-        end_with_launcher()
-        mesh.start(command.run.device)
-    try:
-        ended = train(command.run, command.directory, resume=command.resume, init=command.init, export=command.export)
     except mesh.RunError as error:
         if mesh.rank() == 0:
             print(f"train.py: {error}", file=sys.stderr)

@@ -27,7 +27,8 @@ from .tree import flatten, unflatten
 STATE = "state.json"
 # A kill while a step is saved again can leave the older save of it set aside: see `files.settle`.
 NAME = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.replaced")
-COUNTERS = ("step", "samples", "skipped")
+COUNTERS = ("step", "samples", "tokens", "skipped")
+MOMENTS = {"adamw": ("mean", "square"), "sgd": ()}
 SCALARS = "updates"  # the moments' tree of counters, alike on every rank
 
 
@@ -39,6 +40,7 @@ class State:
     moments: Mapping[str, Any]
     step: int = 0
     samples: int = 0
+    tokens: int = 0  # seen in training, padding included
     skipped: int = 0  # steps without an update, all in all
 
 
@@ -128,27 +130,35 @@ def newest(root: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
+def open_tensors(path: Path, cfg: ModelConfig, optim: OptimConfig) -> tuple[TensorFiles, TensorFiles]:
+    """Parameters and moments of a checkpoint, known to be those of a model and an optimizer.
+
+    Raises ValueError that names the file, and every tensor that is missing, unexpected or misshapen.
+    """
+    sizes = {key: shape(row, cfg.dims) for key, row in rows(model_specs(cfg))}
+    kinds = MOMENTS[optim.name]
+    expected = {f"{kind}.{key}": size for kind in kinds for key, size in sizes.items()}
+    expected |= {f"{SCALARS}.{key}": () for key in sizes if kinds}
+    params = TensorFiles.open_file(path / "params.safetensors", lambda rows: contract(rows, sizes))
+    return params, TensorFiles.open_file(path / "moments.safetensors", lambda rows: contract(rows, expected))
+
+
 def restore(
     path: Path, cfg: ModelConfig, optim: OptimConfig, mesh: DeviceMesh | None, layout: Layout, device: str
 ) -> State:
     """Read a checkpoint onto this grid, each rank only its own parts, whatever grid wrote it.
 
-    Raises ValueError that names the file, and every tensor that is missing, unexpected or misshapen.
+    Raises ValueError as `open_tensors` does, and for a checkpoint that is not whole.
     """
     if found := defects(path):
         raise ValueError("; ".join(found))
     specs, dims = model_specs(cfg), cfg.dims
-    sizes = {key: shape(row, dims) for key, row in rows(specs)}
-    kinds = ("mean", "square") if optim.name == "adamw" else ()
-    expected = {f"{kind}.{key}": size for kind in kinds for key, size in sizes.items()}
-    expected |= {f"{SCALARS}.{key}": () for key in sizes if kinds}
-    params = TensorFiles.open_file(path / "params.safetensors", lambda rows: contract(rows, sizes))
-    moments = TensorFiles.open_file(path / "moments.safetensors", lambda rows: contract(rows, expected))
+    params, moments = open_tensors(path, cfg, optim)
 
     def tree(files: TensorFiles, prefix: str = "") -> dict[str, Any]:
         return place(specs, dims, mesh, layout, lambda key, _, region: files.read(prefix + key, region).to(device))
 
-    trees: dict[str, Any] = {kind: tree(moments, f"{kind}.") for kind in kinds}
-    if kinds:
-        trees[SCALARS] = unflatten({key: moments.read(f"{SCALARS}.{key}").to(device) for key in sizes})
+    trees: dict[str, Any] = {kind: tree(moments, f"{kind}.") for kind in MOMENTS[optim.name]}
+    if trees:
+        trees[SCALARS] = unflatten({key: moments.read(f"{SCALARS}.{key}").to(device) for key in params.rows})
     return State(params=tree(params), moments=trees, **read_state(path)[0])

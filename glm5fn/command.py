@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import torch
@@ -13,7 +14,7 @@ import tyro
 
 from . import checkpoint, settings
 from .config import ConfigError, ModelConfig
-from .data import SUFFIXES
+from .data import source
 from .device import choose, widest
 from .hf import open_model
 from .record import METRICS
@@ -103,23 +104,18 @@ def refuse(command: Command) -> None:
     if run.tensorboard and find_spec("tensorboard") is None:
         raise ConfigError("--tensorboard needs the tensorboard package: install glm5fn[tensorboard], or leave it out")
     refuse_data(run)
-    refuse_start(command)
     refuse_places(command)
+    refuse_start(command)
 
 
 def refuse_data(run: RunConfig) -> None:
     """Refuse what can be seen without reading the data: names, and a tokenizer that does not fit the model."""
-    path, tokenizer = run.data.path, run.data.tokenizer
-    for flag, file in {"--data.path": path, "--data.tokenizer": tokenizer}.items():
-        if file not in (None, "bytes") and not Path(file).is_file():
-            raise ConfigError(f"{flag} {file} is not there: must be a file")
-    if path is not None and not path.endswith(SUFFIXES):
-        raise ConfigError(f"--data.path {path} must end in one of {', '.join(SUFFIXES)}")
-    if not (path or "").endswith(".safetensors"):
-        try:
-            open_tokenizer(tokenizer, run.model)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+    try:
+        path = source(run.data)
+        if path is None or path.suffix != ".safetensors":
+            open_tokenizer(run.data.tokenizer, run.model)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def refuse_start(command: Command) -> None:
@@ -134,15 +130,23 @@ def refuse_start(command: Command) -> None:
     if command.start is not None and (found := checkpoint.defects(command.start)):
         whole = "auto, or a whole checkpoint such as runs/NAME/checkpoints/step_00000100"
         raise ConfigError(f"--resume {command.start} must be {whole}: {'; '.join(found)}")
+    saved = command.start or (checkpoint.newest(command.directory / "checkpoints")[0] if command.resume else None)
+    if saved is not None:
+        try:
+            checkpoint.open_tensors(saved, command.run.model, command.run.optim)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"--resume {command.resume}: not of this model and optimizer: {error}") from error
 
 
 def refuse_places(command: Command) -> None:
     """Refuse places to write to that are taken, or can be none."""
     out, saves, export = command.directory, command.directory / "checkpoints", command.export
     for flag, path in {"--out": out, "--export": export or out}.items():
-        there = next(place for place in (path, *path.resolve().parents) if place.exists())
-        if not (there.is_dir() and os.access(there, os.W_OK)):
-            raise ConfigError(f"{flag} {path}: {there} is not a directory that can be written to: name another place")
+        try:
+            there = next(place for place in (path, *path.resolve().parents) if place.exists())
+            TemporaryDirectory(dir=there).cleanup()
+        except OSError as error:
+            raise ConfigError(f"{flag} {path}: cannot be written to ({error}): name another place") from error
     if (out / CONFIG).exists() or (out / METRICS).exists() or checkpoint.steps(saves):
         if command.resume is None:
             raise ConfigError(f"{out} already holds a run: set --resume auto to go on with it, or another --out")

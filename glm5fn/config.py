@@ -56,8 +56,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in SIZES:
             value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name} ({value}) must be at least 1")
+            if not 1 <= value < 1 << 31:
+                raise ConfigError(f"{name} ({value}) must be at least 1, and below 2**31")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -65,8 +65,12 @@ class ModelConfig:
             )
         if self.use_qk_norm and self.model_type in ("glm", "glm4"):
             raise ConfigError(f"use_qk_norm must be false: {self.model_type} has no such norm")
-        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
-            raise ConfigError(f"pad_token_id ({self.pad_token_id}) must be below vocab_size ({self.vocab_size})")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ConfigError(
+                f"pad_token_id ({self.pad_token_id}) must be from 0 to vocab_size ({self.vocab_size}) - 1"
+            )
+        if min(self.eos_token_id, default=0) < 0:
+            raise ConfigError(f"eos_token_id ({min(self.eos_token_id)}) must not be negative")
         for name in ("partial_rotary_factor", "rope_theta", "rms_norm_eps", "initializer_range"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} ({getattr(self, name)}) must be finite and above 0")
@@ -117,8 +121,8 @@ class ModelConfig:
         """
         if not isinstance(source, Mapping):
             path = Path(source)
-            path = path / "config.json" if path.is_dir() else path
             try:
+                path = path / "config.json" if path.is_dir() else path
                 source = json.loads(path.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{path}: cannot be read as a model's config.json ({error})") from error

@@ -118,6 +118,20 @@ def held_out_batches(data: Data, cfg: DataConfig, rank: int, ranks: int) -> Iter
         yield {k: torch.from_numpy(np.pad(held[k], ((0, missing), (0, 0)), constant_values=fill[k])) for k in fill}
 
 
+def source(cfg: DataConfig) -> Path | None:
+    """The file that is read; None for the text that ships with Python. Raises ValueError if it cannot be one."""
+    if cfg.path is None:
+        return None
+    path = Path(cfg.path)
+    if not path.is_file():
+        raise ValueError(f"{path}: {'is a directory' if path.is_dir() else 'is not there'}: data.path must be a file")
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path}: data.path must end in one of {', '.join(SUFFIXES)}")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path}: is empty: data.path must be a file that holds data")
+    return path
+
+
 def open_data(cfg: DataConfig, model: ModelConfig, seed: int) -> Data:
     """Read all of the data and check it.
 
@@ -127,16 +141,9 @@ def open_data(cfg: DataConfig, model: ModelConfig, seed: int) -> Data:
 
     Raises ValueError, naming file and line, for whatever could not be trained on.
     """
-    path = None if cfg.path is None else Path(cfg.path)
-    if path is not None:
-        if not path.is_file():
-            raise ValueError(f"{path}: {'is a directory' if path.is_dir() else 'not found'}: data.path must be a file")
-        if path.suffix not in SUFFIXES:
-            raise ValueError(f"{path}: data.path must end in .jsonl, .txt or .safetensors")
-        if path.stat().st_size == 0:
-            raise ValueError(f"{path}: is empty: data.path must be a file that holds data")
-        if path.suffix == ".safetensors":
-            return open_samples(path, cfg.seq_len, model.vocab_size)
+    path = source(cfg)
+    if path is not None and path.suffix == ".safetensors":
+        return open_samples(path, cfg.seq_len, model.vocab_size)
     tokenizer = open_tokenizer(cfg.tokenizer, model)
     tokens = encode(documents(path, cfg.field), tokenizer, np.uint16 if model.vocab_size <= 1 << 16 else np.uint32)
     if len(tokens) <= cfg.seq_len:

@@ -67,7 +67,7 @@ def attn_gqa(
     if positions is None:
         positions = torch.arange(x.shape[1], device=x.device)
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = rope_angles(positions, rotary_dim or head_dim, theta, wide)
+    cos, sin = rope_angles(positions, head_dim if rotary_dim is None else rotary_dim, theta, wide)
     q, k = kernels.rope(q, cos, sin, interleaved), kernels.rope(k, cos, sin, interleaved)
     q, k, v = (rearrange(part, "b s h k -> b h s k") for part in (q, k, v))
     y = kernels.attention(q, k, v, segments)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tree import leaves, tree_map
+from .tree import flatten, leaves, tree_map
 
 
 def value_and_grad(function: Callable[..., tuple[Tensor, Any]], dtype: torch.dtype | None = None) -> Callable[..., Any]:
@@ -19,8 +19,10 @@ def value_and_grad(function: Callable[..., tuple[Tensor, Any]], dtype: torch.dty
 
     def run(params: Mapping[str, Any], *args: Any, into: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
         aliases = tree_map(lambda leaf: leaf.detach().to(dtype or leaf.dtype).requires_grad_(), params)
-        for (_, alias), (_, grad) in zip(leaves(aliases), leaves(into or {}), strict=bool(into)):
-            alias.grad = grad
+        flat = flatten(aliases)
+        for path, grad in leaves(into or {}):
+            flat[path].grad = grad
+        assert not into or len(flatten(into)) == len(flat)
         value, aux = function(aliases, *args, **kwargs)
         value.backward()
         grads = tree_map(lambda alias: torch.zeros_like(alias) if alias.grad is None else alias.grad, aliases)

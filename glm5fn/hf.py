@@ -84,6 +84,8 @@ def open_model(path: str | Path, cfg: ModelConfig | None = None) -> tuple[ModelC
     Raises ConfigError for the config, and ValueError that names every missing, unexpected, misshapen, non-float or
     unreadable tensor with its file.
     """
+    if not Path(path).is_dir():
+        raise ValueError(f"{path}: is {'a file' if Path(path).exists() else 'not there'}, must be a model's directory")
     cfg = cfg or ModelConfig.from_hf(path)
     config = json.loads((Path(path) / "config.json").read_text("utf-8"))
     native = config.get("format") == FORMAT

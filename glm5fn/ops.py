@@ -14,6 +14,8 @@ def rope_angles(
     positions: Int[Tensor, "*b s"], rotary_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "*b s r"], Float[Tensor, "*b s r"]]:
     """Cosine and sine of each position's rotation, one for each of the rotary_dim / 2 pairs (RoFormer, eq. 15)."""
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ValueError(f"rotary_dim ({rotary_dim}) must be even and above 0, since RoPE turns pairs")
     exponent = torch.arange(0, rotary_dim, 2, device=positions.device).to(dtype) / rotary_dim
     angles = positions.to(dtype)[..., None] / theta**exponent
     return angles.cos(), angles.sin()

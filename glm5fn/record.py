@@ -1,8 +1,12 @@
 """What a run tells: one JSON object a step in metrics.jsonl, a progress bar or plain lines, TensorBoard on request."""
 
+import fcntl
 import json
 import math
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,25 @@ def tell(text: str) -> None:
     """Print a line for the person who watches, above the progress bar where there is one."""
     with tqdm.external_write_mode():
         print(text, flush=True)
+
+
+@contextmanager
+def occupy(out: Path) -> Iterator[None]:
+    """Keep other processes from training in a run directory; one that is empty is gone afterwards.
+
+    Raises ValueError if another process has it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    handle = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, however it ends
+        yield
+    except BlockingIOError as error:
+        raise ValueError(f"{out}: another process trains in it: wait for its end, or set another --out") from error
+    finally:
+        os.close(handle)
+        with suppress(OSError):
+            out.rmdir()
 
 
 class Recorder:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,9 @@ from .kernels import kernels_for
 from .launch import Interrupt
 from .losses import labels, loss
 from .optim import clip_scale, grad_norm, init_moments, learning_rate, update
-from .record import Recorder, tell
+from .record import Recorder, occupy, tell
 from .settings import CONFIG, RunConfig
-from .spec import Param, Region, init_region, shape
+from .spec import Param, Region, Specs, init_region, shape
 from .tree import flatten
 
 PATIENCE = 10  # steps in a row without an update, after which a run gives up
@@ -41,6 +42,7 @@ class Setup:
     device: str
     data: Data
     comm: Comm
+    specs: Specs
     loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -57,27 +59,31 @@ def train(
     """
     settings.refuse(run)
     device = choose(run.device)
+    if run.deterministic and device == "cpu":
+        torch.set_num_threads(1)  # how torch cuts a sum depends on it, and so do the bits
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
     grid = mesh.make_mesh(run.mesh, device)
     setup = make_setup(run, device, dtype, grid)
-    path, notices = together(lambda: find(out / "checkpoints", resume))
-    state = together(lambda: begin(run, device, grid, path, init))
-    text = settings.dump(run)
-    notices = (*setup.data.notices, *notices, *(changes(path, text) if path else ()))
-    for notice in notices:
-        say(notice)
-    ended = state.step >= run.steps
-    if ended:
-        say(f"nothing left to do: {state.step} steps are done, steps is {run.steps}")
-    else:
-        together(lambda: prepare(out, text))
-        recorder = together(lambda: Recorder(out, state.step, run.steps, run.tensorboard, mesh.rank() == 0))
-        with recorder, Interrupt() as interrupt:
-            peak = peak_flops(device, dtype)
-            state, ended = follow(setup, state, out / "checkpoints", text, recorder, interrupt, peak)
-    if ended and export is not None:
-        together(lambda: export_to(export, state, run))
-        say(f"exported to {export}")
+    with ExitStack() as stack:
+        together(lambda: stack.enter_context(occupy(out)) if mesh.rank() == 0 else None)
+        path, notices = together(lambda: find(out / "checkpoints", resume))
+        state = together(lambda: begin(run, device, grid, path, init))
+        text = settings.dump(run)
+        notices = (*setup.data.notices, *notices, *(changes(path, text) if path else ()))
+        for notice in notices:
+            say(notice)
+        ended = state.step >= run.steps
+        if ended:
+            say(f"nothing left to do: {state.step} steps are done, steps is {run.steps}")
+        else:
+            together(lambda: prepare(out, text))
+            recorder = together(lambda: Recorder(out, state.step, run.steps, run.tensorboard, mesh.rank() == 0))
+            with recorder, Interrupt() as interrupt:
+                peak = peak_flops(device, dtype)
+                state, ended = follow(setup, state, out / "checkpoints", text, recorder, interrupt, peak)
+        if ended and export is not None:
+            together(lambda: export_to(export, state, run))
+            say(f"exported to {export}")
     return ended
 
 
@@ -94,6 +100,7 @@ def make_setup(run: RunConfig, device: str, dtype: torch.dtype, grid: DeviceMesh
         device=device,
         data=together(lambda: open_data(run.data, run.model, run.seed)),
         comm=comm,
+        specs=model.model_specs(run.model),
         loss=partial(
             loss,
             cfg=run.model,
@@ -225,22 +232,21 @@ def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]]
     healthy = math.isfinite(norm) and count > 0
     if healthy:
         scale = clip_scale(norm, run.optim.clip)
-        specs, fused = model.model_specs(run.model), not run.deterministic
-        update(state.params, grads, state.moments, specs, run.optim, lr, scale, fused)
+        update(state.params, grads, state.moments, setup.specs, run.optim, lr, scale, fused=not run.deterministic)
     state = replace(
         state,
         step=state.step + 1,
         samples=state.samples + run.data.global_batch,
+        tokens=state.tokens + run.data.global_batch * run.data.seq_len,
         skipped=state.skipped + (not healthy),
     )
     loss = float((comm.sum(nll) / count).float())  # NaN without a label
-    tokens = state.samples * run.data.seq_len
     return state, {
         "step": state.step,
         "loss": loss,
         "grad_norm": norm,
         "lr": lr,
-        "tokens": tokens,
+        "tokens": state.tokens,
         "skipped": state.skipped,
     }
 

@@ -47,6 +47,8 @@ def open_tokenizer(name: str, model: ModelConfig) -> Tokenizer:
 
 def read_tokenizer(path: str, ends: tuple[int, ...]) -> Tokenizer:
     """The `tokenizers` library's file, without the truncation, padding and special tokens that it may ask for."""
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: is not there: data.tokenizer must be 'bytes' or a tokenizer.json")
     try:
         own = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the library raises bare Exceptions

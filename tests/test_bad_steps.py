@@ -29,8 +29,8 @@ def spoil(monkeypatch, name, tree, call):
     """Make one element infinite in a tree that a function of the run gives or takes, at this call of it."""
     function, calls = getattr(run, name), []
 
-    def spoilt(*args):
-        result = function(*args)
+    def spoilt(*args, **kwargs):
+        result = function(*args, **kwargs)
         calls.append(name)
         if len(calls) == call:
             tree(args, result)["norm"].view(-1)[3] = float("inf")

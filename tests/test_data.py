@@ -122,10 +122,10 @@ SPOILT = {id: [[1] * 4, [1] * 4, [1, id, 1, 1]] for id in (293, 300, IGNORE, -1)
 @pytest.mark.parametrize(
     ("name", "raw", "what"),
     [
-        ("none.txt", None, ": not found: data.path must be a file"),
+        ("none.txt", None, ": is not there: data.path must be a file"),
         (".", None, ": is a directory: data.path must be a file"),
         ("empty.jsonl", b"", ": is empty"),
-        ("text.csv", b"a,b", ": data.path must end in .jsonl, .txt or .safetensors"),
+        ("text.csv", b"a,b", ": data.path must end in one of .jsonl, .txt, .safetensors"),
         ("book.txt", b"one\ntwo\xff", ":2: must be UTF-8 text"),
         ("blank.jsonl", b" \n\n", ": has 0 tokens, must have at least data.seq-len (4) + 1"),
         ("short.txt", b"abc", ": has 4 tokens, must have at least data.seq-len (4) + 1"),
@@ -197,7 +197,7 @@ def test_a_document_of_which_the_tokenizer_keeps_nothing_is_skipped():
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (None, r"data\.tokenizer must be 'bytes' or a tokenizer\.json"),
+        (None, r"is not there: data\.tokenizer must be 'bytes' or a tokenizer\.json"),
         ('{"version": "1.0"', r"data\.tokenizer must be 'bytes' or a tokenizer\.json"),
         (Tokenizer(models.WordLevel({"a": 0}, unk_token="?")).to_str(), "must be able to encode any text"),
         (Tokenizer(models.WordLevel({"a": 300}, unk_token="a")).to_str(), r"has 301 tokens, so vocab_size \(293\)"),

@@ -33,7 +33,8 @@ def test_rms_norm_in_bf16_takes_its_statistics_in_fp32_and_applies_the_weight_af
     x, weight = randn(5, 64).bfloat16() * 100, randn(64, seed=1).bfloat16()
     wide = x.float()
     normed = (wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
-    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-6), normed * weight, rtol=2**-7, atol=0)
+    # Exact but where two ways to the root differ in its last fp32 bit, just at the border of two bf16 numbers.
+    assert (kernels.rms_norm(x, weight, 1e-6) != normed * weight).sum() <= 1
     assert kernels.rms_norm(x, weight, 1e-6).dtype == torch.bfloat16
 
 
@@ -75,6 +76,13 @@ def test_attention_equals_a_loop_over_allowed_keys(kernels, segments):
                 weights = [math.exp(float(q[b, h, s] @ k[b, h // 2, t]) / math.sqrt(4)) for t in keys]
                 mean = sum(w * v[b, h // 2, t] for w, t in zip(weights, keys, strict=True)) / sum(weights)
                 torch.testing.assert_close(y[b, h, s], mean, rtol=1e-11, atol=1e-12)
+
+
+@KERNELS
+@pytest.mark.parametrize("target", [-1, -99, -101, 11])
+def test_a_target_that_is_no_token_is_refused(kernels, target):
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
+        kernels.token_loss(randn(2, 4), randn(11, 4, seed=1), torch.tensor([3, target]))
 
 
 @KERNELS
@@ -153,6 +161,12 @@ def test_widened_kernels_take_and_give_bf16_and_round_once():
     torch.testing.assert_close(WIDENED.attention(q, k, v).float(), exact, rtol=2**-8, atol=1e-6)
     loss = REFERENCE.token_loss(q[0, 0].float(), weight.float(), targets)
     torch.testing.assert_close(WIDENED.token_loss(q[0, 0], weight, targets), loss, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rotary_dim", [0, -2, 1, 5])
+def test_rope_turns_pairs(rotary_dim):
+    with pytest.raises(ValueError, match="must be even and above 0"):
+        rope_angles(torch.arange(3), rotary_dim, 50.0, torch.float64)
 
 
 ANGLES = rope_angles(torch.arange(3), 6, 50.0, torch.float64)

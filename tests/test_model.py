@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import glm5fn
 from glm5fn import attn_gqa, flatten, forward, loss, mlp, value_and_grad
+from glm5fn.flops import flops_per_token
 from glm5fn.kernels import REFERENCE
 from glm5fn.model import block
 from glm5fn.tree import tree_map
@@ -36,6 +37,14 @@ def test_blocks_run_on_params_and_x_alone():
     layer = random_params(cfg)["layers"]["0"]
     assert attn_gqa(layer["attn"], x).shape == x.shape
     assert mlp(layer["ffn"], x).shape == x.shape
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_count_matrices_the_head_and_causal_pairs(tied):
+    attn, ffn, head = (6 + 3 + 3 + 6) * 8 * 22, 3 * 26 * 22, 29 * 22
+    pairs = 2 * 6 * 8 * (1 + 2 + 3 + 4 + 5) / 5  # layers, heads, head dim, keys of a query on average
+    counted = 6 * (2 * (attn + ffn) + head) + 3 * 2 * 2 * pairs
+    assert flops_per_token(tiny(tie_word_embeddings=tied), 5) == counted
 
 
 @EACH_FAMILY

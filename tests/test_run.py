@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from safetensors.torch import load_file
@@ -14,9 +15,10 @@ from transformers import AutoModelForCausalLM
 
 import train as script
 from configs import RUNS
+from glm5fn import model
 from glm5fn.checkpoint import newest
 from glm5fn.config import ConfigError
-from glm5fn.record import read_metrics
+from glm5fn.record import occupy, read_metrics
 from glm5fn.run import train as train_run
 
 
@@ -102,11 +104,40 @@ def test_evaluation_changes_no_number_of_the_training(go, tmp_path):
         assert sum("eval_loss" in row for row in read_metrics(tmp_path / name)) == times
 
 
-def test_recomputed_layers_have_the_same_gradient_to_the_bit(go, tmp_path):
-    for name in ("none", "layer"):
+def test_recomputed_layers_have_the_same_gradient_to_the_bit(go, tmp_path, monkeypatch):
+    layers = Mock(wraps=model.checkpoint)
+    monkeypatch.setattr("glm5fn.model.checkpoint", layers)
+    for name, calls in (("none", 0), ("layer", 3 * 2 * 2)):  # steps, micro-batches, layers
         go(name, "--steps", "3", "--recompute", name)
+        assert layers.call_count == calls
     assert numbers(tmp_path / "none") == numbers(tmp_path / "layer")
     assert state(tmp_path / "none") == state(tmp_path / "layer")
+
+
+def test_a_compiled_run_compiles_its_block(go, tmp_path, monkeypatch):
+    compiled = Mock(wraps=lambda block: block)
+    monkeypatch.setattr("torch.compile", compiled)
+    go("plain", "--steps", "2")
+    compiled.assert_not_called()
+    go("compiled", "--steps", "2", "--compile")
+    compiled.assert_called_once_with(model.block)
+    assert numbers(tmp_path / "plain") == numbers(tmp_path / "compiled")
+
+
+def test_the_count_of_tokens_goes_on_when_the_samples_change_their_length(go, tmp_path):
+    go("x", "--steps", "2")
+    go("x", "--steps", "3", "--resume", "auto", "--data.seq-len", "6")
+    assert [row[4] for row in numbers(tmp_path / "x")] == [48, 96, 96 + 24]
+
+
+def test_a_directory_in_which_another_process_trains_is_left_alone(go, tmp_path):
+    go("x", "--steps", "2")
+    before = contents(tmp_path / "x")
+    with occupy(tmp_path / "x"):
+        code, said = go("x", "--steps", "4", "--resume", "auto")
+        assert code == 1 and "x: another process trains in it: wait for its end, or set another --out" in said
+        assert contents(tmp_path / "x") == before
+    assert go("x", "--steps", "4", "--resume", "auto")[0] == 0
 
 
 def test_the_run_refuses_what_the_command_line_refuses(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from training import BATCH, TINY, text, train
 
 from configs import RUNS
-from glm5fn import ModelConfig, init_params, save_hf, settings
+from glm5fn import ModelConfig, init_params, run, save_hf, settings
 from glm5fn.command import parse
 
 
@@ -31,12 +31,24 @@ def test_a_directory_that_holds_a_run_is_not_written_to_again_unless_asked(refus
 def test_a_place_at_or_below_a_file_is_refused(refuse, tmp_path, flag, place):
     (tmp_path / "file").write_text("")
     assert f"{flag} {place}: " in (said := refuse(flag, place))
-    assert "file is not a directory that can be written to: name another place" in said
+    assert "cannot be written to" in said and "name another place" in said
 
 
-def test_a_place_that_may_not_be_written_to_is_refused(refuse, monkeypatch):
-    monkeypatch.setattr("os.access", lambda *_: False)
-    assert "--out x: " in refuse("--out", "x")
+@pytest.mark.parametrize("flag", ["--out", "--export"])
+@pytest.mark.parametrize("place", ["/proc/x", "n" * 300], ids=["no place for files", "a name too long"])
+def test_a_place_that_cannot_be_written_to_is_refused(refuse, flag, place):
+    assert f"{flag} {place}: cannot be written to" in refuse(flag, place)
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_by_its_tensors(refuse, tmp_path):
+    flags = [*TINY, *BATCH, "--data.path", text(tmp_path), "--out", tmp_path / "x"]
+    with pytest.MonkeyPatch.context() as real:
+        real.setattr("train.train", run.train)
+        assert train(*flags, "--steps", "1") == 0
+    for start in ("auto", tmp_path / "x" / "checkpoints" / "step_00000001"):
+        again = [*flags, "--resume", start]
+        assert "moments.safetensors" in (said := refuse(*again, "--optim.name", "sgd")), said
+        assert "missing: layers.2." in refuse(*again, "--model.num-hidden-layers", "3")
 
 
 @pytest.mark.parametrize("place", ["there", "new", ".", "new/checkpoints"])
@@ -51,14 +63,16 @@ def test_a_checkpoint_that_is_not_whole_is_refused_by_name(refuse, tmp_path):
     assert "x/step_00000004/state.json cannot be read" in said
     path = tmp_path / "step_00000004"
     path.mkdir()
-    (path / "state.json").write_text(json.dumps({"step": 4, "samples": 4, "skipped": 0, "files": {"a": 1}}))
+    (path / "state.json").write_text(
+        json.dumps({"step": 4, "samples": 4, "tokens": 48, "skipped": 0, "files": {"a": 1}})
+    )
     assert "step_00000004/a is missing" in refuse("--resume", path)
 
 
 def test_a_run_is_not_overwritten_with_the_checkpoint_of_another(refuse, tmp_path):
     path = holds_run(tmp_path / "x") / "checkpoints" / "step_00000004"
     path.mkdir(parents=True)
-    (path / "state.json").write_text(json.dumps({"step": 4, "samples": 4, "skipped": 0, "files": {}}))
+    (path / "state.json").write_text(json.dumps({"step": 4, "samples": 4, "tokens": 48, "skipped": 0, "files": {}}))
     holds_run(tmp_path / "y")
     assert f"--resume {path} is not of the run in y: set another --out" in refuse("--out", "y", "--resume", path)
 

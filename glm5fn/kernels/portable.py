@@ -129,8 +129,9 @@ class TokenLoss(torch.autograd.Function):
         rows = max(ROWS, LOGITS // head.shape[0])
         for some, wanted in zip(x.split(rows), targets.split(rows), strict=True):
             logits = upcast(some @ head.mT)
-            kept = (wanted != IGNORE)[:, None].type_as(logits)
-            index = wanted.clamp(min=0)[:, None]
+            ignored = (wanted == IGNORE)[:, None]
+            kept = (~ignored).type_as(logits)
+            index = wanted[:, None].masked_fill(ignored, 0)
             top, chosen = logits.amax(-1, keepdim=True), logits.gather(-1, index)
             weights = logits.sub_(top).exp_()
             mass = weights.sum(-1, keepdim=True)

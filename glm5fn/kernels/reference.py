@@ -67,5 +67,6 @@ def attention(
 
 def token_loss(x: Float[Tensor, "n d"], head: Float[Tensor, "v d"], targets: Int[Tensor, "n"]) -> Float[Tensor, ""]:
     logs = upcast(x @ head.mT).log_softmax(-1)
-    picked = logs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    return -picked.masked_fill(targets == IGNORE, 0.0).sum()
+    ignored = targets == IGNORE
+    picked = logs.gather(-1, targets.masked_fill(ignored, 0)[:, None])[:, 0]  # raises for an id that is no token's
+    return -picked.masked_fill(ignored, 0.0).sum()
