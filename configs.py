@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from glm5fn.config import ModelConfig
-from glm5fn.settings import CheckpointConfig, DataConfig, Layout, MeshConfig, OptimConfig, RunConfig
+from glm5fn.settings import CheckpointConfig, DataConfig, IndexerConfig, Layout, MeshConfig, OptimConfig, RunConfig
 
 GLM4_9B = ModelConfig(
     model_type="glm4",
@@ -43,32 +43,177 @@ TINY = ModelConfig(
     rope_theta=1e4,
     max_position_embeddings=4096,
 )
+# Shapes: docs.nvidia.com/nemo/megatron-bridge/latest/models/llm/glm45.html; what it leaves out is as in config.json of
+# zai-org/GLM-4.7 and PrimeIntellect/INTELLECT-3-Base (GLM-4.5-Air) on huggingface.co, and in slime's
+# scripts/models/glm4.5-355B-A32B.sh and glm4.5-106B-A12B.sh.
+GLM45_355B = ModelConfig(
+    model_type="glm4_moe",
+    vocab_size=151552,
+    hidden_size=5120,
+    intermediate_size=12288,
+    num_hidden_layers=92,
+    num_attention_heads=96,
+    num_key_value_heads=8,
+    head_dim=128,
+    attention_bias=True,
+    use_qk_norm=True,
+    partial_rotary_factor=0.5,
+    n_routed_experts=160,
+    num_experts_per_tok=8,
+    n_shared_experts=1,
+    moe_intermediate_size=1536,
+    first_k_dense_replace=3,
+    routed_scaling_factor=2.5,
+    num_nextn_predict_layers=1,
+    rope_theta=1e6,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    eos_token_id=(151329, 151336, 151338),
+    pad_token_id=151329,
+)
+GLM45_AIR = replace(
+    GLM45_355B,
+    hidden_size=4096,
+    intermediate_size=10944,
+    num_hidden_layers=46,
+    use_qk_norm=False,
+    n_routed_experts=128,
+    moe_intermediate_size=1408,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.0,
+)
+# Shapes: the key lists in tests/keys; ids and theta as in config.json of amd/GLM-5-MXFP4 on huggingface.co.
+GLM5 = ModelConfig(
+    model_type="glm_moe_dsa",
+    vocab_size=154880,
+    hidden_size=6144,
+    intermediate_size=12288,
+    num_hidden_layers=78,
+    num_attention_heads=64,
+    attention="mla",
+    q_lora_rank=2048,
+    kv_lora_rank=512,
+    qk_nope_head_dim=192,
+    qk_rope_head_dim=64,
+    v_head_dim=256,
+    index_topk=2048,
+    index_n_heads=32,
+    index_head_dim=128,
+    n_routed_experts=256,
+    num_experts_per_tok=8,
+    n_shared_experts=1,
+    moe_intermediate_size=2048,
+    first_k_dense_replace=3,
+    routed_scaling_factor=2.5,
+    num_nextn_predict_layers=1,
+    num_mtp_depths=3,  # GLM-5 trains three depths on its one weight set
+    rope_theta=1e6,
+    max_position_embeddings=202752,
+    rms_norm_eps=1e-5,
+    eos_token_id=(154820, 154827, 154829),
+    pad_token_id=154820,
+)
+
+# From the dense model to GLM-5, a step each: experts, latent attention, sparse attention, further tokens.
+TINY_MOE = replace(
+    TINY,
+    num_hidden_layers=4,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    moe_intermediate_size=128,
+    first_k_dense_replace=1,
+)
+TINY_MLA = replace(
+    TINY_MOE,
+    attention="mla",
+    num_key_value_heads=0,
+    head_dim=0,
+    q_lora_rank=96,
+    kv_lora_rank=64,
+    qk_nope_head_dim=24,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+)
+TINY_DSA = replace(TINY_MLA, model_type="glm_moe_dsa", index_topk=32, index_n_heads=4, index_head_dim=32)
+TINY_MTP = replace(TINY_DSA, num_nextn_predict_layers=1)
+TINY_GLM5 = replace(
+    TINY_MTP,
+    hidden_size=128,
+    intermediate_size=320,
+    num_hidden_layers=12,
+    num_attention_heads=4,
+    moe_intermediate_size=96,
+    first_k_dense_replace=3,
+    index_topk_freq=4,
+    index_skip_topk_offset=3,
+    num_mtp_depths=3,
+)
+# About 0.5B parameters active for a token, the tied embedding included, in each of them.
+HALF_B = ModelConfig(
+    model_type="glm5_dense",
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=64,
+    rope_theta=5e5,
+    max_position_embeddings=32768,
+    tie_word_embeddings=True,
+)
+HALF_B_MOE = replace(
+    HALF_B,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=2,
+    moe_intermediate_size=768,
+    first_k_dense_replace=2,
+)
+HALF_B_MLA = replace(
+    HALF_B_MOE,
+    attention="mla",
+    num_key_value_heads=0,
+    head_dim=0,
+    q_lora_rank=512,
+    kv_lora_rank=256,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=32,
+    v_head_dim=64,
+)
+HALF_B_DSA = replace(HALF_B_MLA, model_type="glm_moe_dsa", index_topk=512, index_n_heads=8, index_head_dim=64)
+HALF_B_MTP = replace(HALF_B_DSA, num_nextn_predict_layers=1)
 
 MODELS = {
     "dense-tiny": TINY,
-    "dense-0.5b": ModelConfig(
-        model_type="glm5_dense",
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=64,
-        rope_theta=5e5,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-    ),
+    "moe-tiny": TINY_MOE,
+    "mla-tiny": TINY_MLA,
+    "dsa-tiny": TINY_DSA,
+    "mtp-tiny": TINY_MTP,
+    "glm5-tiny": TINY_GLM5,
+    "dense-0.5b": HALF_B,
+    "moe-0.5b": HALF_B_MOE,
+    "mla-0.5b": HALF_B_MLA,
+    "dsa-0.5b": HALF_B_DSA,
+    "mtp-0.5b": HALF_B_MTP,
     "glm4-9b": GLM4_9B,
     "glm4-32b": GLM4_32B,
     "glm4-32b-base": replace(GLM4_32B, max_position_embeddings=131072),
     "glm-z1-9b": GLM4_9B,
     "glm-z1-32b": GLM4_32B,
     "glm-z1-rumination-32b": replace(GLM4_32B, num_key_value_heads=8, max_position_embeddings=131072),
+    "glm4.5-355b": GLM45_355B,
+    "glm4.5-air-106b": GLM45_AIR,
+    "glm5-744b": GLM5,
+    "glm5.1-744b": GLM5,
+    "glm5.2-744b": replace(
+        GLM5, index_topk_freq=4, index_skip_topk_offset=3, rope_theta=8e6, max_position_embeddings=1048576
+    ),
 }
 
 # The tensor axes that may be cut to store a part on each rank.
-WIDE = ("embed",)
+WIDE = ("embed", "q_rank", "kv_rank")
 
 LAYOUTS = {
     "fsdp": Layout(store={"fsdp": WIDE}),
@@ -87,6 +232,20 @@ DENSE_HALF_B = RunConfig(
     layout=LAYOUTS["fsdp"],
     data=DataConfig(seq_len=1024, global_batch=4, micro_batch=1),
     optim=OptimConfig(lr=1e-4, min_lr=1e-5, warmup_steps=100, decay_steps=10000),
+    precision="bf16",
+    recompute="layer",
+)
+SPARSE = IndexerConfig(stage="sparse")
+GLM5_RUN = RunConfig(
+    name="glm5-744b",
+    model=MODELS["glm5-744b"],
+    layout=LAYOUTS["fsdp"],
+    mesh=MeshConfig(dp_shard=256),
+    data=DataConfig(seq_len=4096, global_batch=256, micro_batch=1),
+    optim=OptimConfig(lr=1e-5, min_lr=1e-6, warmup_steps=100, decay_steps=10000),
+    indexer=SPARSE,
+    checkpoint=CheckpointConfig(every=500),
+    steps=10000,
     precision="bf16",
     recompute="layer",
 )
@@ -110,7 +269,19 @@ RUNS = {
         replace(DENSE_TINY, name="dense-dp2", mesh=MeshConfig(dp_shard=2)),
         DENSE_HALF_B,
         replace(DENSE_HALF_B, name="dense-0.5b-dp2", mesh=MeshConfig(dp_shard=2)),
+        *(replace(DENSE_TINY, name=name, model=MODELS[name]) for name in ("moe-tiny", "mla-tiny")),
+        *(
+            replace(DENSE_TINY, name=name, model=MODELS[name], indexer=SPARSE)
+            for name in ("dsa-tiny", "mtp-tiny", "glm5-tiny")
+        ),
+        replace(
+            DENSE_TINY, name="dsa-warmup-tiny", model=MODELS["dsa-tiny"], indexer=IndexerConfig(stage="dense-warmup")
+        ),
+        *(replace(DENSE_HALF_B, name=name, model=MODELS[name]) for name in ("moe-0.5b", "mla-0.5b")),
+        *(replace(DENSE_HALF_B, name=name, model=MODELS[name], indexer=SPARSE) for name in ("dsa-0.5b", "mtp-0.5b")),
         GLM4,
         replace(GLM4, name="glm4-32b", model=MODELS["glm4-32b"], mesh=MeshConfig(dp_shard=32)),
+        GLM5_RUN,
+        replace(GLM5_RUN, name="glm5.2-744b", model=MODELS["glm5.2-744b"]),
     )
 }

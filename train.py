@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from configs import RUNS
 from glm5fn import mesh
 from glm5fn.command import parse, refuse
-from glm5fn.config import ConfigError
 from glm5fn.launch import end_with_launcher, launch, launched
+from glm5fn.plan import plan
 from glm5fn.run import train
+from glm5fn.typed import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0 done, 2 a command that cannot be run, 1 anything else."""
     try:
         command = parse(argv, RUNS)
+        if command.plan:
+            print(plan(command.run))
+            return 0
         refuse(command)
         if not launched() and command.run.mesh.world > 1:
             return launch(__file__, argv, command.run.mesh.world)

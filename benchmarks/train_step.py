@@ -22,8 +22,9 @@ import torch
 import tyro
 
 from glm5fn import model
+from glm5fn.block import block
 from glm5fn.comm import local
-from glm5fn.config import ConfigError, ModelConfig
+from glm5fn.config import ModelConfig
 from glm5fn.device import peak_flops
 from glm5fn.flops import flops_per_token
 from glm5fn.grad import value_and_grad
@@ -33,8 +34,9 @@ from glm5fn.kernels.reference import IGNORE
 from glm5fn.losses import loss
 from glm5fn.optim import init_moments, update
 from glm5fn.settings import OptimConfig
-from glm5fn.spec import count, rows
+from glm5fn.spec import count, hf_keys, rows
 from glm5fn.tree import flatten
+from glm5fn.typed import ConfigError
 
 WARM_UP = 2  # steps that are not counted
 OPTIM = OptimConfig(lr=1e-4, beta2=0.999, weight_decay=0.0)  # no decay, so that equal steps give equal losses
@@ -124,7 +126,7 @@ def ours(options: Options, system: System) -> Iterator[float]:
             cfg=cfg,
             comm=local(system.compute),
             kernels=kernels_for("cpu", system.compute),
-            block=torch.compile(model.block) if options.compile else model.block,
+            block=torch.compile(block) if options.compile else block,
         )
     )
 
@@ -140,7 +142,7 @@ def ours(options: Options, system: System) -> Iterator[float]:
 def initial_state(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Our initial weights by their Hugging Face keys."""
     flat = flatten(model.init_params(cfg, dtype=dtype))
-    pairs = ((row.keys, export(flat[path], row, cfg.dims)) for path, row in rows(model.model_specs(cfg)))
+    pairs = ((hf_keys(row, cfg.dims), export(flat[path], row, cfg.dims)) for path, row in rows(model.model_specs(cfg)))
     return {key: part for keys, parts in pairs for key, part in zip(keys, parts, strict=True)}
 
 

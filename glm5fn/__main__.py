@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from tyro.extras import subcommand_cli_from_dict
 
 from .compare import compare
-from .config import ConfigError
+from .typed import ConfigError
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "compare": compare,

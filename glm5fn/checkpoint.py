@@ -14,14 +14,16 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .config import ModelConfig
+from . import settings
 from .files import TensorFiles, aside, atomic_directory, contract, settle, write_tensors
 from .mesh import agree, place, rank, whole_tensor
 from .model import model_specs
-from .settings import CONFIG, Layout, OptimConfig
-from .spec import rows, shape
+from .settings import CONFIG, RunConfig
+from .spec import Param, Region, Specs, rows, shape, trained
 from .tree import flatten, unflatten
 
 STATE = "state.json"
@@ -130,35 +132,49 @@ def newest(root: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def open_tensors(path: Path, cfg: ModelConfig, optim: OptimConfig) -> tuple[TensorFiles, TensorFiles]:
-    """Parameters and moments of a checkpoint, known to be those of a model and an optimizer.
+def open_tensors(path: Path, run: RunConfig) -> tuple[TensorFiles, TensorFiles]:
+    """Parameters and moments of a checkpoint, known to be those of a run's model and optimizer.
 
+    Moments are there for what learned in the stage of the indexers' training that the checkpoint was saved in.
     Raises ValueError that names the file, and every tensor that is missing, unexpected or misshapen.
     """
-    sizes = {key: shape(row, cfg.dims) for key, row in rows(model_specs(cfg))}
-    kinds = MOMENTS[optim.name]
-    expected = {f"{kind}.{key}": size for kind in kinds for key, size in sizes.items()}
-    expected |= {f"{SCALARS}.{key}": () for key in sizes if kinds}
+    specs = model_specs(run.model)
+    sizes = {key: shape(row, run.model.dims) for key, row in rows(specs)}
+    learned = trained(specs, settings.load(path / CONFIG).indexer.stage)
+    kinds = MOMENTS[run.optim.name]
+    expected = {f"{kind}.{key}": sizes[key] for kind in kinds for key in learned}
+    expected |= {f"{SCALARS}.{key}": () for key in learned if kinds}
     params = TensorFiles.open_file(path / "params.safetensors", lambda rows: contract(rows, sizes))
     return params, TensorFiles.open_file(path / "moments.safetensors", lambda rows: contract(rows, expected))
 
 
-def restore(
-    path: Path, cfg: ModelConfig, optim: OptimConfig, mesh: DeviceMesh | None, layout: Layout, device: str
-) -> State:
+def restore(path: Path, run: RunConfig, mesh: DeviceMesh | None, device: str) -> State:
     """Read a checkpoint onto this grid, each rank only its own parts, whatever grid wrote it.
 
-    Raises ValueError as `open_tensors` does, and for a checkpoint that is not whole.
+    What learns now and did not when it was saved starts with moments of zero; those of what learned then only are
+    dropped. Raises ValueError as `open_tensors` does, and for a checkpoint that is not whole.
     """
     if found := defects(path):
         raise ValueError("; ".join(found))
-    specs, dims = model_specs(cfg), cfg.dims
-    params, moments = open_tensors(path, cfg, optim)
+    params, moments = open_tensors(path, run)
+    specs, dims = model_specs(run.model), run.model.dims
+    flat = dict(rows(specs))
+    learning = trained(specs, run.indexer.stage)
 
-    def tree(files: TensorFiles, prefix: str = "") -> dict[str, Any]:
-        return place(specs, dims, mesh, layout, lambda key, _, region: files.read(prefix + key, region).to(device))
+    def tree(files: TensorFiles, specs: Specs, prefix: str = "") -> dict[str, Any]:
+        def read(key: str, row: Param, region: Region) -> Tensor:
+            known = prefix + key in files.rows
+            part = files.read(prefix + key, region) if known else torch.zeros([size for _, size in region])
+            return part.to(device)
 
-    trees: dict[str, Any] = {kind: tree(moments, f"{kind}.") for kind in MOMENTS[optim.name]}
+        return place(specs, dims, mesh, run.layout, read)
+
+    trees = {
+        kind: tree(moments, unflatten({k: flat[k] for k in learning}), f"{kind}.") for kind in MOMENTS[run.optim.name]
+    }
     if trees:
-        trees[SCALARS] = unflatten({key: moments.read(f"{SCALARS}.{key}").to(device) for key in params.rows})
-    return State(params=tree(params), moments=trees, **read_state(path)[0])
+        updates = {key: f"{SCALARS}.{key}" for key in learning}
+        trees[SCALARS] = unflatten(
+            {k: (moments.read(at) if at in moments.rows else torch.zeros(())).to(device) for k, at in updates.items()}
+        )
+    return State(params=tree(params, specs), moments=trees, **read_state(path)[0])

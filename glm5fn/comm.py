@@ -16,19 +16,20 @@ Tree = Mapping[str, Any]
 class Comm:
     """The exchanges of one rank grid.
 
-    fetch: parameters as they rest -> plain local tensors in the compute dtype; their gradients take the way back.
+    fetch: (parameters as they rest, their rows) -> plain local tensors in the compute dtype, wide rows in at least
+    fp32; their gradients take the way back.
     sum: a plain tensor summed over all ranks, without gradient.
     """
 
-    fetch: Callable[[Tree], Tree]
+    fetch: Callable[[Tree, Tree], Tree]
     sum: Callable[[Tensor], Tensor]
 
 
 def local(dtype: torch.dtype | None = None) -> Comm:
     """One rank: nothing moves. Fetch still casts to the compute dtype where one is given."""
 
-    def fetch(params: Tree) -> Tree:
-        return params if dtype is None else tree_map(lambda t: t.to(dtype), params)
+    def fetch(params: Tree, specs: Tree) -> Tree:
+        return params if dtype is None else tree_map(lambda row, leaf: leaf.to(row.dtype(dtype)), specs, params)
 
     return Comm(fetch=fetch, sum=lambda x: x)
 

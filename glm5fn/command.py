@@ -13,13 +13,13 @@ import torch
 import tyro
 
 from . import checkpoint, settings
-from .config import ConfigError, ModelConfig
 from .data import source
 from .device import choose, widest
 from .hf import open_model
 from .record import METRICS
 from .settings import CONFIG, RunConfig
 from .text import open_tokenizer
+from .typed import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ class Ask:
     resume: "auto" for the newest checkpoint of the run directory, or the path of one.
     init: start from the weights of this directory, native or Hugging Face, whose model is taken too.
     export: write the trained model there as a Hugging Face directory.
+    plan: tell what the run will need, and do nothing.
     """
 
     config: str = "dense-tiny"
@@ -38,6 +39,7 @@ class Ask:
     resume: str | None = None
     init: Path | None = None
     export: Path | None = None
+    plan: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +69,8 @@ def parse(argv: Sequence[str], runs: Mapping[str, RunConfig]) -> Command:
     base = find(ask.config, runs)
     if ask.init is not None:
         try:
-            base = replace(base, model=ModelConfig.from_hf(ask.init))
-        except ConfigError as error:
+            base = replace(base, model=open_model(ask.init)[0])
+        except (ValueError, OSError) as error:
             raise ConfigError(f"--init {ask.init}: {error}") from error
     default = Command(**vars(ask), run=base)
     run = tyro.cli(Command, args=argv, default=default, config=(tyro.conf.SuppressFixed,)).run
@@ -133,7 +135,7 @@ def refuse_start(command: Command) -> None:
     saved = command.start or (checkpoint.newest(command.directory / "checkpoints")[0] if command.resume else None)
     if saved is not None:
         try:
-            checkpoint.open_tensors(saved, command.run.model, command.run.optim)
+            checkpoint.open_tensors(saved, command.run)
         except (ValueError, OSError) as error:
             raise ConfigError(f"--resume {command.resume}: not of this model and optimizer: {error}") from error
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from .config import ConfigError
 from .record import METRICS, read_metrics
+from .typed import ConfigError
 
 Records = Mapping[int, Mapping[str, Any]]  # by step
 

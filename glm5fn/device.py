@@ -6,7 +6,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from .config import ConfigError
+from .typed import ConfigError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 

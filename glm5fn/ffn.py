@@ -1,4 +1,4 @@
-"""The feed-forward blocks."""
+"""The dense feed-forward block."""
 
 from collections.abc import Mapping
 

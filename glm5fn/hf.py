@@ -5,13 +5,12 @@ dims are viewed as one, and a row with several keys is stacked from them, so a r
 """
 
 import json
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -32,88 +31,58 @@ from .files import (
     write_tensors,
 )
 from .model import model_specs
-from .spec import Param, Region, hf_groups, hf_shape, rows, shape, whole
+from .spec import Param, hf_keys, hf_shape, rows, shape
+from .stored import Source, Stored, at_rest, copies, differing_copies, sources, without_absent_mtp
 from .tree import flatten, tree_map, unflatten
 
 FORMAT = "glm5fn"
-HEAD = "lm_head.weight"
 BUFFER = "rotary_emb.inv_freq"  # older checkpoints hold it; it follows from the config
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A parameter at rest in its files: it has a shape and a dtype, and is read as a whole or by region."""
-
-    files: TensorFiles
-    keys: tuple[str, ...]
-    groups: tuple[tuple[int, ...], ...]  # for each dim of the file's tensor, the sizes of the dims that it joins
-    shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.files.rows[self.keys[0]].dtype
-
-    def read(self, region: Region | None = None) -> Tensor:
-        """The tensor, or a region of it: (start, size) for each of its dims, as in `spec.Region`.
-
-        Only that part is read; of dims that the file joins, all but the first are read whole and then cut.
-        """
-        region = whole(self.shape) if region is None else region
-        values = torch.empty([size for _, size in region], dtype=self.dtype)
-        keys, targets = self.keys, [values]
-        if len(keys) > 1:
-            (start, size), region = region[0], region[1:]
-            keys, targets = keys[start : start + size], values.unbind()
-        outer, sizes, inner, dims = [], [], [], iter(region)
-        for _, *joined in self.groups:
-            (start, size), step = next(dims), math.prod(joined)
-            outer.append((start * step, size * step))
-            sizes += [size, *joined]
-            inner += [slice(None), *(slice(first, first + n) for first, n in islice(dims, len(joined)))]
-        for key, target in zip(keys, targets, strict=True):
-            target.copy_(self.files.read(key, tuple(outer)).view(sizes)[tuple(inner)])
-        return values
 
 
 def open_model(path: str | Path, cfg: ModelConfig | None = None) -> tuple[ModelConfig, dict[str, Any]]:
     """Open a native or a Hugging Face directory without reading a tensor.
 
     cfg: the model that it must hold, instead of the one of its config.json.
-    Returns the config, and the parameters as `Stored` leaves in the model's order.
+    Returns the config, and the parameters as `Stored` leaves in the model's order. Where a Hugging Face config.json
+    promises multi-token prediction and no tensor of it is there, the config that is returned has it off, and a warning
+    says so.
     Raises ConfigError for the config, and ValueError that names every missing, unexpected, misshapen, non-float or
     unreadable tensor with its file.
     """
     if not Path(path).is_dir():
         raise ValueError(f"{path}: is {'a file' if Path(path).exists() else 'not there'}, must be a model's directory")
-    cfg = cfg or ModelConfig.from_hf(path)
+    model = promised = cfg or ModelConfig.from_hf(path)
     config = json.loads((Path(path) / "config.json").read_text("utf-8"))
     native = config.get("format") == FORMAT
-    specs, dims = model_specs(cfg), cfg.dims
-    keys = {place: (place,) if native else row.keys for place, row in rows(specs)}
-    sizes = {place: shape(row, dims) for place, row in rows(specs)}
-    groups = {place: tuple((n,) for n in sizes[place]) for place in sizes}
-    groups |= {} if native else {place: hf_groups(row, dims) for place, row in rows(specs)}
-    expected = {key: tuple(map(math.prod, groups[place])) for place in keys for key in keys[place]}
-    copied = not native and cfg.tie_word_embeddings  # a head may then be there too, if it equals the embedding
+    spare = {} if native else copies(promised)
+    served: dict[str, Source] = {}
 
     def faults(found: Rows) -> list[str]:
-        found = {k: row for k, row in found.items() if not (k.endswith(BUFFER) or (copied and k == HEAD))}
+        nonlocal model
+        model = model if native or cfg else without_absent_mtp(model, found)
+        served.update(sources(model, found, native))
+        found = {k: row for k, row in found.items() if not (k.endswith(BUFFER) or k in spare)}
         quantized = "config.json has a quantization_config: FP8 checkpoints are not supported yet"
         return [
             *([quantized] if config.get("quantization_config") else []),
-            *contract(found, expected),
-            *dtype_faults(found, keys.values()),
+            *contract(found, {key: source.stored_shape for source in served.values() for key in source.keys}),
+            *dtype_faults(found, (source.keys for source in served.values())),
         ]
 
     files = TensorFiles.open(path, faults)
-    if copied and HEAD in files.rows:
-        (embed,) = keys["embed"]
-        alike = files.rows[HEAD][1:] == files.rows[embed][1:]  # dtype and shape
-        if not (alike and torch.equal(files.read(HEAD), files.read(embed))):
-            fault = f"{HEAD} in {files.rows[HEAD].file} differs from {embed}, which it is tied to: remove one of them"
-            raise ValueError(report(path, [fault]))
-    return cfg, unflatten({place: Stored(files, keys[place], groups[place], sizes[place]) for place in keys})
+    if differing := differing_copies(files, spare):
+        raise ValueError(report(path, differing))
+    if model != promised:
+        sets = promised.num_nextn_predict_layers
+        notice = f"num_nextn_predict_layers is {sets}, but no tensor of it is there: multi-token prediction is off"
+        warn(f"{path}: {notice}", stacklevel=2)
+    stored = {place: Stored(files, source) for place, source in served.items()}
+    rounded = [key for leaf in stored.values() for key in leaf.source.keys if files.rows[key].dtype != leaf.dtype]
+    if rounded:
+        notice = f"rounded to less than float32, which is held from here on: {', '.join(rounded)}"
+        warn(f"{path}: {notice}", stacklevel=2)
+    return model, unflatten(stored)
 
 
 def dtype_faults(found: Rows, stacks: Iterable[tuple[str, ...]]) -> list[str]:
@@ -139,7 +108,8 @@ def load(
     dtype: of the parameters; the stored dtypes when None. Errors as in `open_model`.
     """
     cfg, stored = open_model(path)
-    return cfg, tree_map(lambda leaf: leaf.read().to(device, dtype), stored)
+    specs = model_specs(cfg)
+    return cfg, tree_map(lambda row, leaf: leaf.read().to(device, row.dtype(dtype or leaf.dtype)), specs, stored)
 
 
 def save(
@@ -189,7 +159,11 @@ def save_hf(
         raise ValueError(f"shard_bytes ({shard_bytes}) must be at least 1")
     specs, dims = model_specs(cfg), cfg.dims
     flat = fitting(params, specs, cfg)
-    header = [(key, flat[place].dtype, hf_shape(row, dims)) for place, row in rows(specs) for key in row.keys]
+    header = [
+        (key, at_rest(row, flat[place].dtype), hf_shape(row, dims))
+        for place, row in rows(specs)
+        for key in hf_keys(row, dims)
+    ]
     tensors = chain.from_iterable(export(gather(flat[place]), row, dims) for place, row in rows(specs))
 
     def write(directory: Path) -> None:
@@ -202,8 +176,8 @@ def save_hf(
 
 def export(tensor: Tensor, param: Param, dims: Mapping[str, int]) -> Iterator[Tensor]:
     """The Hugging Face tensors of a row, as views where it can be."""
-    parts = tensor.unbind() if len(param.keys) > 1 else (tensor,)
-    return (part.reshape(hf_shape(param, dims)) for part in parts)
+    tensor = tensor.to(at_rest(param, tensor.dtype))
+    return iter(tensor.reshape(len(hf_keys(param, dims)), *hf_shape(param, dims)).unbind())
 
 
 def fitting(params: Mapping[str, Any], specs: Mapping[str, Any], cfg: ModelConfig) -> dict[str, Any]:

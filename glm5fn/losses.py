@@ -1,52 +1,81 @@
 """What training minimises."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from .comm import LOCAL, Comm
+from .block import Documents, Params, runs
 from .config import ModelConfig
-from .kernels import TORCH, Kernels
 from .kernels.reference import IGNORE
-from .model import Params, block, head_weight, trunk
+from .model import Engine, add, head_weight, trunk
+from .mtp import ahead, depths, reaches
 
 
-def labels(batch: Mapping[str, Tensor]) -> Tensor:
-    """The number of positions that must predict something, int64 []."""
-    return (batch["targets"] != IGNORE).sum()
+def targets_ahead(batch: Mapping[str, Tensor], depth: int) -> Int[Tensor, "b s"]:
+    """What each position must predict at a depth of multi-token prediction: nothing beyond its document."""
+    inside = reaches(batch.get("segments"), depth, batch["tokens"])
+    return ahead(batch["targets"], depth, IGNORE).masked_fill(~inside, IGNORE)
+
+
+def counts(batch: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Int[Tensor, ""]]:
+    """By what the parts of the loss are divided; each adds up over batches and ranks.
+
+    labels: positions that must predict the next token. mtp_1, ...: those that must predict at that depth.
+    real: tokens that are not padding. documents: in each row, one without segments.
+    """
+    tokens, segments = batch["tokens"], batch.get("segments")
+    if segments is None:
+        real, documents = torch.tensor(tokens.numel()), torch.tensor(len(tokens))
+    else:
+        starts = torch.diff(runs(segments), prepend=torch.full_like(segments[:, :1], -1)) != 0
+        real, documents = (segments != 0).sum(), (starts & (segments != 0)).sum()
+    further = {f"mtp_{d}": (targets_ahead(batch, d) != IGNORE).sum() for d in range(1, cfg.mtp_depths + 1)}
+    labels = (batch["targets"] != IGNORE).sum()
+    return {"labels": labels, "real": real.to(labels), "documents": documents.to(labels), **further}
 
 
 def loss(
     params: Params,
     batch: Mapping[str, Tensor],
     cfg: ModelConfig,
-    count: Tensor | float | None = None,
-    *,
-    comm: Comm = LOCAL,
-    kernels: Kernels = TORCH,
-    block: Callable[..., Tensor] = block,
-    recompute: bool = False,
+    count: Mapping[str, Tensor | float] | None = None,
+    **how: Any,
 ) -> tuple[Float[Tensor, ""], dict[str, Any]]:
-    """Cross-entropy in nats a token: the sum over this batch's labels, divided by `count`.
+    """Cross-entropy in nats a token, plus the terms that `how` asks for: each a sum, divided by its `count`.
 
     batch: tokens and targets [b, s] (already shifted, -100 for none), optionally positions and segments.
-    count: labels of the whole step, over all ranks and accumulated batches, so that the parts add up to its mean;
-    those of this batch when absent (at least 1).
-    Returns the loss and the metrics, each a sum over this batch that adds up over batches and ranks.
+    count: those of the whole step, over all ranks and accumulated batches, so that the parts add up to its mean; those
+    of this batch when absent. how: terms (the cross-entropy alone by default), comm, kernels, block and recompute, see
+    `model.Engine`.
+    Returns the loss and the metrics, each a sum over this batch that adds up over batches and ranks: nll, mtp_1, ...,
+    kl, balance and z, and load, the tokens that each expert got, by the path of its layer.
     """
-    x = trunk(
-        params,
-        batch["tokens"],
-        cfg,
-        batch.get("positions"),
-        batch.get("segments"),
-        comm=comm,
-        kernels=kernels,
-        block=block,
-        recompute=recompute,
-    )
-    total = kernels.token_loss(x.flatten(0, 1), head_weight(params, comm), batch["targets"].flatten())
-    count = labels(batch).clamp(min=1) if count is None else count
-    return total / count, {"nll": total.detach()}
+    engine, where = Engine(**how), Documents.of(batch.get("positions"), batch.get("segments"))
+    count = counts(batch, cfg) if count is None else count
+    indexer, router, mtp = engine.terms.indexer, engine.terms.router, engine.terms.mtp
+    x, terms = trunk(params, batch["tokens"], cfg, where, engine)
+
+    def nll(x: Tensor, targets: Tensor, detach: bool = False) -> Tensor:
+        head = head_weight(params, cfg, engine)
+        return engine.kernels.token_loss(x.flatten(0, 1), head.detach() if detach else head, targets.flatten())
+
+    sums = {"nll": nll(x, batch["targets"])}
+    weights = {"nll": (1.0, "labels"), "kl": (indexer.coef, "real")}
+    weights |= {"balance": (router.balance_coef, "documents"), "z": (router.z_coef, "real")}
+    if mtp.coef and cfg.mtp_depths:
+        start = x.detach() if mtp.detach_trunk else x
+        for d, depth in enumerate(depths(params, batch["tokens"], start, cfg, where, engine), 1):
+            sums[f"mtp_{d}"] = nll(depth.x, targets_ahead(batch, d), mtp.detach_head)
+            weights[f"mtp_{d}"] = (mtp.coef / cfg.mtp_depths, f"mtp_{d}")
+            terms = add(terms, depth.terms)
+    sums |= {name: value for name, value in terms.items() if name != "load"}
+    parts = [weights[name][0] * value / at_least_one(count[weights[name][1]]) for name, value in sums.items()]
+    metrics = {name: value.detach() for name, value in sums.items()}
+    return torch.stack(parts).sum(), metrics | ({"load": terms["load"]} if "load" in terms else {})
+
+
+def at_least_one(count: Tensor | float) -> Tensor | float:
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

@@ -130,13 +130,14 @@ def comm_for(mesh: DeviceMesh | None, dtype: torch.dtype, grad_dtype: torch.dtyp
     if mesh is None:
         return local(dtype)
 
-    def gather(tensor: DTensor) -> Tensor:
+    def gather(row: Param, tensor: DTensor) -> Tensor:
         everywhere = [Replicate()] * tensor.device_mesh.ndim
-        full = tensor.redistribute(placements=everywhere, forward_dtype=dtype, backward_dtype=grad_dtype)
+        forward = row.dtype(dtype)
+        full = tensor.redistribute(placements=everywhere, forward_dtype=forward, backward_dtype=grad_dtype)
         return full.to_local(grad_placements=[Partial()] * tensor.device_mesh.ndim)
 
-    def fetch(params: Tree) -> Tree:
-        return tree_map(gather, params)
+    def fetch(params: Tree, specs: Tree) -> Tree:
+        return tree_map(gather, specs, params)
 
     def total(value: Tensor) -> Tensor:
         value = value.detach().clone()

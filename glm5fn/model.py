@@ -1,7 +1,8 @@
 """The whole model: its parameter rows, and the pure functions over them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,43 +10,47 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .block import Documents, Params, Passed, block, block_specs, norm_spec
 from .comm import LOCAL, Comm
 from .config import ModelConfig
-from .ffn import mlp, mlp_specs
-from .gqa import attn_gqa, gqa_specs
+from .dsa import Selected, choose
 from .kernels import TORCH, Kernels
+from .settings import PLAIN, Terms
 from .spec import Param, in_layer, init_region, rows, shape, whole
 from .tree import unflatten
 
-Params = Mapping[str, Any]
+
+def mtp_specs(cfg: ModelConfig, layer: int) -> dict[str, Any]:
+    """The rows of one weight set of multi-token prediction; embedding and head are the model's own."""
+    return {
+        "embed_norm": norm_spec("enorm"),
+        "hidden_norm": norm_spec("hnorm"),
+        "join": Param("embed two_embeds", fan_in="two_embeds", hf="{layer}.eh_proj.weight"),
+        **block_specs(cfg, layer),
+        "norm": norm_spec("shared_head.norm"),
+    }
 
 
-def block_specs(cfg: ModelConfig) -> dict[str, Any]:
-    """The rows of one layer. GLM-4-0414 calls the norm before the MLP `post_attention_layernorm`, as the others do."""
-
-    def norm(key: str) -> Param:
-        return Param("embed", init="ones", hf=f"{{layer}}.{key}.weight")
-
-    specs = {"attn_norm": norm("input_layernorm"), "attn": gqa_specs(cfg)}
-    if cfg.post_norms:
-        specs["attn_post_norm"] = norm("post_self_attn_layernorm")
-    specs |= {"ffn_norm": norm("post_attention_layernorm"), "ffn": mlp_specs(cfg)}
-    if cfg.post_norms:
-        specs["ffn_post_norm"] = norm("post_mlp_layernorm")
-    return specs
-
-
-def model_specs(cfg: ModelConfig) -> dict[str, Any]:
-    """The rows of the whole tree, in the model's order. A tied head is the embedding's own leaf."""
-    block = block_specs(cfg)
-    layers = {str(i): in_layer(block, f"model.layers.{i}") for i in range(cfg.num_hidden_layers)}
+def outer_specs(cfg: ModelConfig) -> dict[str, Any]:
+    """The rows outside of the layers. A tied head is the embedding's own leaf."""
     specs = {
         "embed": Param("vocab embed", hf="model.embed_tokens.weight"),
-        "layers": layers,
         "norm": Param("embed", init="ones", hf="model.norm.weight"),
     }
     if not cfg.tie_word_embeddings:
         specs["head"] = Param("vocab embed", fan_in="embed", hf="lm_head.weight")
+    return specs
+
+
+def model_specs(cfg: ModelConfig) -> dict[str, Any]:
+    """The rows of the whole tree, in the model's order."""
+    last = cfg.num_hidden_layers
+    layers = {str(i): in_layer(block_specs(cfg, i), f"model.layers.{i}") for i in range(last)}
+    outer = outer_specs(cfg)
+    specs = {"embed": outer.pop("embed"), "layers": layers, **outer}
+    if cfg.num_nextn_predict_layers:
+        behind = range(last, last + cfg.num_nextn_predict_layers)
+        specs["mtp"] = {str(i - last): in_layer(mtp_specs(cfg, i), f"model.layers.{i}") for i in behind}
     return specs
 
 
@@ -60,88 +65,115 @@ def init_params(
     for path, row in rows(model_specs(cfg)):
         size = shape(row, cfg.dims)
         if device.type == "meta":
-            flat[path] = torch.empty(size, dtype=dtype, device=device)
+            flat[path] = torch.empty(size, dtype=row.dtype(dtype), device=device)
         else:
-            flat[path] = init_region(path, row, size, whole(size), seed, cfg.initializer_range).to(device, dtype)
+            values = init_region(path, row, size, whole(size), seed, cfg.initializer_range)
+            flat[path] = values.to(device, row.dtype(dtype))
     return unflatten(flat)
 
 
-def block(
-    params: Params,
-    x: Float[Tensor, "b s d"],
-    positions: Int[Tensor, "b s"] | None,
-    segments: Int[Tensor, "b s"] | None,
-    *,
-    cfg: ModelConfig,
-    kernels: Kernels = TORCH,
-) -> Float[Tensor, "b s d"]:
-    """One layer on plain local parameters: attention and MLP, each normed before (GLM-4-0414: also after) and added."""
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return kernels.rms_norm(x, params[name], cfg.rms_norm_eps)
-
-    y = attn_gqa(
-        params["attn"],
-        norm(x, "attn_norm"),
-        positions,
-        segments,
-        rotary_dim=cfg.rotary_dim,
-        theta=cfg.rope_theta,
-        interleaved=cfg.rope_interleaved,
-        eps=cfg.rms_norm_eps,
-        kernels=kernels,
-    )
-    x = x + (norm(y, "attn_post_norm") if cfg.post_norms else y)
-    y = mlp(params["ffn"], norm(x, "ffn_norm"), kernels=kernels)
-    return x + (norm(y, "ffn_post_norm") if cfg.post_norms else y)
-
-
-def trunk(
-    params: Params,
-    tokens: Int[Tensor, "b s"],
-    cfg: ModelConfig,
-    positions: Int[Tensor, "b s"] | None = None,
-    segments: Int[Tensor, "b s"] | None = None,
-    *,
-    comm: Comm = LOCAL,
-    kernels: Kernels = TORCH,
-    block: Callable[..., Tensor] = block,
-    recompute: bool = False,
-) -> Float[Tensor, "b s d"]:
-    """Token ids -> hidden states after the final norm.
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """How the layers are run: the exchanges, the kernels, the layer function (compiled or not), the training's terms.
 
     recompute: keep each layer's input alone, and run the layer again in the backward pass.
     """
 
-    def layer(weights: Params, x: Tensor) -> Tensor:
-        return block(comm.fetch(weights), x, positions, segments, cfg=cfg, kernels=kernels)
+    comm: Comm = LOCAL
+    kernels: Kernels = TORCH
+    block: Callable[..., Passed] = block
+    recompute: bool = False
+    terms: Terms = PLAIN
 
-    if segments is not None and positions is None:
-        positions = restart(segments)
-    x = F.embedding(tokens, comm.fetch({"embed": params["embed"]})["embed"])
+    def fetch(self, params: Params, specs: Params, name: str) -> Tensor:
+        """One tensor of the tree."""
+        return self.comm.fetch({name: params[name]}, {name: specs[name]})[name]
+
+    def layer(
+        self,
+        params: Params,
+        specs: Params,
+        x: Float[Tensor, "b s d"],
+        where: Documents,
+        selected: Selected | None,
+        cfg: ModelConfig,
+        ends: bool = True,
+        chosen: Int[Tensor, "b s g"] | None = None,
+    ) -> Passed:
+        """Run one layer on its parameters as they rest. One that will run again selects its keys before, once."""
+        settings = {"cfg": cfg, "ends": ends, "terms": self.terms, "kernels": self.kernels}
+
+        def run(params: Params, x: Tensor, selected: Selected | None, chosen: Tensor | None) -> Passed:
+            return self.block(self.comm.fetch(params, specs), x, where, selected, chosen, **settings)
+
+        if self.recompute and torch.is_grad_enabled():
+            selects = "indexer" in specs["attn"] and x.shape[1] > cfg.index_topk
+            if selects and chosen is None and self.terms.indexer.stage != "dense-warmup":
+                chosen = self.choose(params, specs, x, where, cfg)
+            return checkpoint(run, params, x, selected, chosen, use_reentrant=False, preserve_rng_state=False)
+        return run(params, x, selected, chosen)
+
+    @torch.no_grad()
+    def choose(
+        self, params: Params, specs: Params, x: Float[Tensor, "b s d"], where: Documents, cfg: ModelConfig
+    ) -> Int[Tensor, "b s g"]:
+        """The keys that a layer with an indexer selects."""
+        names = ("q_a", "q_a_norm", "indexer")
+        needed = {"attn_norm": specs["attn_norm"], "attn": {name: specs["attn"][name] for name in names}}
+        params = self.comm.fetch(params, needed)
+        return choose(
+            params["attn"],
+            self.kernels.rms_norm(x, params["attn_norm"], cfg.rms_norm_eps),
+            where.positions,
+            where.segments,
+            topk=cfg.index_topk,
+            rotary=cfg.qk_rope_head_dim,
+            theta=cfg.rope_theta,
+            eps=cfg.latent_norm_eps,
+            kernels=self.kernels,
+        )
+
+
+class Trunk(NamedTuple):
+    """x: hidden states after the final norm. terms: the sums of those of the layers."""
+
+    x: Float[Tensor, "b s d"]
+    terms: dict[str, Any]
+
+
+def trunk(params: Params, tokens: Int[Tensor, "b s"], cfg: ModelConfig, where: Documents, engine: Engine) -> Trunk:
+    """Token ids -> hidden states after the final norm."""
+    specs, indexers = outer_specs(cfg), cfg.indexers
+    terms, selected = {}, None
+    x = F.embedding(tokens, engine.fetch(params, specs, "embed"))
     for i in range(cfg.num_hidden_layers):
+        ends = engine.terms.indexer.teacher == "source" or indexers[i + 1 : i + 2] != ("shared",)
         weights = params["layers"][str(i)]
-        if recompute and torch.is_grad_enabled():
-            x = checkpoint(layer, weights, x, use_reentrant=False, preserve_rng_state=False)
+        shared = selected if indexers[i : i + 1] == ("shared",) else None
+        x, selected, found = engine.layer(weights, block_specs(cfg, i), x, where, shared, cfg, ends)
+        terms = add(terms, named(f"layers.{i}", found))
+    return Trunk(engine.kernels.rms_norm(x, engine.fetch(params, specs, "norm"), cfg.rms_norm_eps), terms)
+
+
+def named(path: str, found: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The terms of the layer at a path, whose `load` is told from that of others by it."""
+    return {name: unflatten({path: value}) if name == "load" else value for name, value in found.items()}
+
+
+def add(terms: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Two trees of sums added up; what only one has stays."""
+    total = dict(terms)
+    for name, value in more.items():
+        if isinstance(value, Mapping):
+            total[name] = add(terms.get(name, {}), value)
         else:
-            x = layer(weights, x)
-    return kernels.rms_norm(x, comm.fetch({"norm": params["norm"]})["norm"], cfg.rms_norm_eps)
+            total[name] = terms[name] + value if name in terms else value
+    return total
 
 
-def restart(segments: Int[Tensor, "b s"]) -> Int[Tensor, "b s"]:
-    """Positions that start at 0 in each run of equal segment numbers.
-
-    >>> restart(torch.tensor([[1, 1, 2, 2, 2, 0]]))
-    tensor([[0, 1, 0, 1, 2, 0]])
-    """
-    steps = torch.arange(segments.shape[-1], device=segments.device).expand_as(segments)
-    fresh = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
-    return steps - torch.where(fresh, steps, 0).cummax(-1).values
-
-
-def head_weight(params: Params, comm: Comm = LOCAL) -> Float[Tensor, "v d"]:
+def head_weight(params: Params, cfg: ModelConfig, engine: Engine) -> Float[Tensor, "v d"]:
     """The output projection; a tied one is fetched on its own, so that its gradient is summed in full precision."""
-    return comm.fetch({"head": params["head" if "head" in params else "embed"]})["head"]
+    return engine.fetch(params, outer_specs(cfg), "head" if "head" in params else "embed")
 
 
 def forward(
@@ -150,16 +182,13 @@ def forward(
     cfg: ModelConfig,
     positions: Int[Tensor, "b s"] | None = None,
     segments: Int[Tensor, "b s"] | None = None,
-    *,
-    comm: Comm = LOCAL,
-    kernels: Kernels = TORCH,
-    block: Callable[..., Tensor] = block,
-    recompute: bool = False,
+    **how: Any,
 ) -> Float[Tensor, "b s v"]:
     """Token ids -> logits.
 
     segments: 0 is padding, 1.. are documents; attention stays inside each. positions: 0, 1, ... in each segment when
-    absent. block: the layer function, compiled or not.
+    absent. how: comm, kernels, block and recompute, see `Engine`.
     """
-    x = trunk(params, tokens, cfg, positions, segments, comm=comm, kernels=kernels, block=block, recompute=recompute)
-    return kernels.linear(x, head_weight(params, comm))
+    engine = Engine(**how)
+    x = trunk(params, tokens, cfg, Documents.of(positions, segments), engine).x
+    return engine.kernels.linear(x, head_weight(params, cfg, engine))

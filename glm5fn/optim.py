@@ -30,7 +30,7 @@ def learning_rate(cfg: OptimConfig, step: int) -> float:
 
 
 def init_moments(params: Mapping[str, Any], cfg: OptimConfig) -> dict[str, Any]:
-    """AdamW's running means and, for each leaf, how many updates they hold; SGD has none."""
+    """AdamW's running means of what learns and, for each leaf, how many updates they hold; SGD has none."""
     if cfg.name == "sgd":
         return {}
     return {
@@ -81,8 +81,9 @@ def update(
     """
     flat_params, flat_grads = flatten(params), flatten(grads)
     flat_moments = {name: flatten(tree) for name, tree in moments.items()}
-    matrices = [path for path, row in rows(specs) if row.fan_in]
-    others = [path for path, row in rows(specs) if not row.fan_in]
+    learning = [(path, row) for path, row in rows(specs) if path in flat_grads]
+    matrices = [path for path, row in learning if row.fan_in]
+    others = [path for path, row in learning if not row.fan_in]
     for decay, paths in ((cfg.weight_decay, matrices), (0.0, others)):
         parts = [local_part(flat_params[path]) for path in paths]
         assert all(part.is_contiguous() for part in parts)

@@ -1,10 +1,8 @@
 """One training run: set up, then step, record and save until done."""
 
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,35 +13,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import checkpoint, mesh, model, settings
 from .checkpoint import State
-from .comm import Comm
-from .data import Batch, Data, held_out_batches, micro_batches, open_data
+from .data import open_data
 from .device import choose, peak_flops, synchronize, widest
 from .flops import flops_per_token
-from .grad import value_and_grad
 from .hf import open_model, save_hf
 from .kernels import kernels_for
 from .launch import Interrupt
-from .losses import labels, loss
-from .optim import clip_scale, grad_norm, init_moments, learning_rate, update
+from .losses import loss
+from .optim import grad_norm, init_moments
 from .record import Recorder, occupy, tell
 from .settings import CONFIG, RunConfig
-from .spec import Param, Region, Specs, init_region, shape
-from .tree import flatten
+from .spec import Param, Region, init_region, shape, trained
+from .step import Setup, evaluate, step
+from .tree import flatten, unflatten
 
 PATIENCE = 10  # steps in a row without an update, after which a run gives up
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What stays the same from step to step."""
-
-    run: RunConfig
-    device: str
-    data: Data
-    comm: Comm
-    specs: Specs
-    loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
 def train(
@@ -94,19 +79,23 @@ def say(text: str) -> None:
 
 
 def make_setup(run: RunConfig, device: str, dtype: torch.dtype, grid: DeviceMesh | None) -> Setup:
+    if run.compile:  # each kind of layer is a graph, and another in evaluation
+        torch._dynamo.config.recompile_limit = 64
     comm = mesh.comm_for(grid, dtype, widest(device) if run.deterministic else torch.float32)
     return Setup(
         run=run,
         device=device,
         data=together(lambda: open_data(run.data, run.model, run.seed)),
         comm=comm,
-        specs=model.model_specs(run.model),
+        specs=(specs := model.model_specs(run.model)),
+        trained=tuple(trained(specs, run.indexer.stage)),
         loss=partial(
             loss,
             cfg=run.model,
             comm=comm,
             kernels=kernels_for(device, dtype),
             block=torch.compile(model.block) if run.compile else model.block,
+            terms=run.terms,
             recompute=run.recompute == "layer",
         ),
     )
@@ -137,7 +126,7 @@ def find(root: Path, resume: str | None) -> tuple[Path | None, list[str]]:
 def begin(run: RunConfig, device: str, grid: DeviceMesh | None, path: Path | None, init: Path | None) -> State:
     specs, dims = model.model_specs(run.model), run.model.dims
     if path is not None:
-        return checkpoint.restore(path, run.model, run.optim, grid, run.layout, device)
+        return checkpoint.restore(path, run, grid, device)
     if init is not None:
         stored = flatten(open_model(init, run.model)[1])
 
@@ -149,7 +138,9 @@ def begin(run: RunConfig, device: str, grid: DeviceMesh | None, path: Path | Non
             return init_region(key, row, shape(row, dims), region, run.seed, run.model.initializer_range).to(device)
 
     params = mesh.place(specs, dims, grid, run.layout, read)
-    return State(params=params, moments=init_moments(params, run.optim))
+    flat = flatten(params)
+    learning = unflatten({path: flat[path] for path in trained(specs, run.indexer.stage)})
+    return State(params=params, moments=init_moments(learning, run.optim))
 
 
 def changes(path: Path, text: str) -> list[str]:
@@ -213,76 +204,12 @@ def follow(
     return state, ended
 
 
-def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]] | None:
-    """One optimizer step over the global batch; None, on all ranks, if any of them was asked to stop.
-
-    Parameters and moments are updated in place, unless the gradient is not finite or no position has a label: then
-    the step is counted as skipped and changes nothing but the data position.
-    """
-    run, comm = setup.run, setup.comm
-    micro = micro_batches(setup.data, state.samples, run.data, mesh.rank(), mesh.world())
-    batches = [{name: part.to(setup.device) for name, part in batch.items()} for batch in micro]
-    own = torch.stack([labels(batch) for batch in batches]).sum()
-    count, asked = comm.sum(torch.stack((own, own.new_tensor(stop)))).tolist()
-    if asked:
-        return None
-    nll, grads = gradient(setup, state.params, batches, max(count, 1))
-    norm = float(grad_norm(grads, comm).float())
-    lr = learning_rate(run.optim, state.step)
-    healthy = math.isfinite(norm) and count > 0
-    if healthy:
-        scale = clip_scale(norm, run.optim.clip)
-        update(state.params, grads, state.moments, setup.specs, run.optim, lr, scale, fused=not run.deterministic)
-    state = replace(
-        state,
-        step=state.step + 1,
-        samples=state.samples + run.data.global_batch,
-        tokens=state.tokens + run.data.global_batch * run.data.seq_len,
-        skipped=state.skipped + (not healthy),
-    )
-    loss = float((comm.sum(nll) / count).float())  # NaN without a label
-    return state, {
-        "step": state.step,
-        "loss": loss,
-        "grad_norm": norm,
-        "lr": lr,
-        "tokens": state.tokens,
-        "skipped": state.skipped,
-    }
-
-
-def gradient(
-    setup: Setup, params: Mapping[str, Any], batches: Iterable[Batch], count: float
-) -> tuple[Tensor, dict[str, Any]]:
-    """This rank's sum of the labels' losses, and the gradient of the global sum over `count`, at rest as params are."""
-    run_loss = value_and_grad(setup.loss, widest(setup.device) if setup.run.deterministic else None)
-    nll, grads = torch.zeros((), dtype=widest(setup.device), device=setup.device), {}
-    for batch in batches:
-        (_, metrics), grads = run_loss(params, batch, count=count, into=grads)
-        nll += metrics["nll"]
-    return nll, grads
-
-
 def speed(setup: Setup, seconds: float, peak: float | None) -> dict[str, Any]:
     """Tokens a second over all ranks, and the share of their peak that the model's FLOPs make (MFU)."""
     data = setup.run.data
     rate = data.global_batch * data.seq_len / seconds
     mfu = peak and rate * flops_per_token(setup.run.model, data.seq_len) / (peak * mesh.world())
     return {"tokens_per_second": rate, "mfu": mfu}
-
-
-@torch.no_grad()
-def evaluate(setup: Setup, params: Mapping[str, Any]) -> dict[str, float]:
-    """The exact mean loss over all held-out labels, and its perplexity; changes no state."""
-    totals = torch.zeros(2, dtype=widest(setup.device), device=setup.device)
-    for batch in held_out_batches(setup.data, setup.run.data, mesh.rank(), mesh.world()):
-        batch = {name: part.to(setup.device) for name, part in batch.items()}
-        _, metrics = setup.loss(params, batch, count=1)
-        totals += torch.stack((metrics["nll"], labels(batch)))
-    nll, count = setup.comm.sum(totals)
-    if not count:
-        return {}
-    return {"eval_loss": float(nll / count), "eval_perplexity": float((nll / count).exp())}
 
 
 def export_to(path: Path, state: State, run: RunConfig) -> None:

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import yaml
 from tyro.conf import Fixed  # a setting that has no flag
 
-from .config import ConfigError, ModelConfig, build
+from .config import ModelConfig
 from .tree import flatten
+from .typed import ConfigError, build
 
 CONFIG = "config.yaml"
 
@@ -68,6 +69,50 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexerConfig:
+    """How the indexers of sparse attention are trained.
+
+    stage: frozen trains all but them; dense-warmup trains them alone, while each query attends to all keys; sparse
+    trains everything, on the selected keys.
+    """
+
+    stage: Literal["frozen", "dense-warmup", "sparse"] = "frozen"
+    coef: float = 1.0  # of the indexers' loss
+    teacher: Literal["source", "served"] = "source"  # the attention of its own layer, or of all that use its keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How the load of the experts is kept even."""
+
+    bias_rate: float = 1e-3  # by which a step moves the bias of each expert's choice
+    balance_coef: float = 0.0  # of the auxiliary loss for each sequence
+    z_coef: float = 0.0  # of the squared log-sum of the router's logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPConfig:
+    """How multi-token prediction is trained."""
+
+    coef: float = 0.1  # of the mean of the depths' losses
+    share_indices: bool = False  # the depths after the first attend to the keys that the first selected
+    detach_trunk: bool = False  # the layers of the main model learn nothing from it
+    detach_head: bool = False  # the output projection learns nothing from it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a training loss has beyond the cross-entropy of the next token."""
+
+    indexer: IndexerConfig = IndexerConfig()
+    router: RouterConfig = RouterConfig()
+    mtp: MTPConfig = MTPConfig()
+
+
+PLAIN = Terms(indexer=IndexerConfig(coef=0.0), mtp=MTPConfig(coef=0.0))  # the cross-entropy alone
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When training state is saved, and how many saves stay."""
 
@@ -85,6 +130,9 @@ class RunConfig:
     mesh: MeshConfig = MeshConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
+    indexer: IndexerConfig = IndexerConfig()
+    router: RouterConfig = RouterConfig()
+    mtp: MTPConfig = MTPConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     steps: int = 100  # where the run stops
     seed: int = 0
@@ -95,6 +143,10 @@ class RunConfig:
     compile: bool = False  # compile the block with torch.compile
     eval_every: int = 0  # steps between evaluations on the held-out windows; 0 evaluates at the end only
     tensorboard: bool = False  # also write TensorBoard events
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(indexer=self.indexer, router=self.router, mtp=self.mtp)
 
 
 def refuse(run: RunConfig) -> None:
@@ -131,6 +183,18 @@ def refuse(run: RunConfig) -> None:
     for name in ("weight_decay", "clip"):
         value = getattr(optim, name)
         need(0 <= value < float("inf"), f"optim.{name.replace('_', '-')} ({value}) must be finite and at least 0")
+    for name in ("indexer.coef", "router.bias_rate", "router.balance_coef", "router.z_coef", "mtp.coef"):
+        group, field = name.split(".")
+        value = getattr(getattr(run, group), field)
+        need(0 <= value < float("inf"), f"{name.replace('_', '-')} ({value}) must be finite and at least 0")
+    need(
+        run.indexer.stage == "frozen" or run.model.index_topk > 0,
+        f"indexer.stage ({run.indexer.stage}) must be frozen: the model has no indexer (index_topk is 0)",
+    )
+    need(
+        run.indexer.stage == "frozen" or run.indexer.coef > 0,
+        f"indexer.coef ({run.indexer.coef}) must be above 0: nothing else trains the indexers",
+    )
     need(run.checkpoint.every >= 0, f"checkpoint.every ({run.checkpoint.every}) must be at least 0")
     need(run.checkpoint.keep >= 1, f"checkpoint.keep ({run.checkpoint.keep}) must be at least 1")
     need(
@@ -158,6 +222,15 @@ def idle(run: RunConfig) -> dict[str, str]:
         "data.path is no .jsonl": (not path.endswith(".jsonl"), "data.field"),
         "data.path holds fixed batches": (path.endswith(".safetensors"), "data.tokenizer data.held_out eval_every"),
         "data.held-out is 0": (data.held_out == 0, "eval_every"),
+        "the model has no experts": (
+            not run.model.n_routed_experts,
+            "router.bias_rate router.balance_coef router.z_coef",
+        ),
+        "indexer.stage is frozen": (run.indexer.stage == "frozen", "indexer.coef indexer.teacher"),
+        "the model predicts no further tokens": (
+            not run.model.mtp_depths,
+            "mtp.coef mtp.share_indices mtp.detach_trunk mtp.detach_head",
+        ),
     }
     return {name: why for why, (holds, names) in table.items() if holds for name in names.split()}
 

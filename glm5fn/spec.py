@@ -4,7 +4,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -22,22 +22,37 @@ class Param:
     """A weight, written down once.
 
     axes: the axis names of its dims, out first; parentheses join the dims that Hugging Face stores as one.
-    hf: its Hugging Face keys. Several keys are stacked on the leading axis.
+    hf: its Hugging Face key, with {layer} for the prefix of its layer. With {e} there is a key for each entry of the
+    leading axis; a tuple of keys is stacked on the next one.
     fan_in: the axes that a matmul sums over. A row with one is a matrix: it has weight decay and costs FLOPs.
+    part: what of a model it belongs to: the indexers are trained in stages of their own, and the state of a router
+    (its balance bias) has no gradient and is no parameter to count.
+    wide: it is never held or computed with in less than fp32.
     """
 
     axes: str
     hf: str | tuple[str, ...]
     fan_in: str = ""
     init: Literal["normal", "ones", "zeros"] = "normal"
+    part: Literal["model", "indexer", "state"] = "model"
+    wide: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.axes.replace("(", "").replace(")", "").split())
 
     @property
-    def keys(self) -> tuple[str, ...]:
+    def patterns(self) -> tuple[str, ...]:
         return (self.hf,) if isinstance(self.hf, str) else self.hf
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        """The leading axes, each of whose entries has a key of its own."""
+        return self.names[: ("{e}" in self.patterns[0]) + (len(self.patterns) > 1)]
+
+    def dtype(self, wanted: torch.dtype) -> torch.dtype:
+        """The dtype in which it is held where others are held in `wanted`."""
+        return torch.promote_types(wanted, torch.float32) if self.wide else wanted
 
 
 Specs = Mapping[str, Any]
@@ -47,15 +62,24 @@ def shape(param: Param, dims: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(dims[name] for name in param.names)
 
 
+def hf_keys(param: Param, dims: Mapping[str, int]) -> tuple[str, ...]:
+    """Its Hugging Face keys, in the order in which they are stacked.
+
+    >>> hf_keys(Param("expert pair ffn embed", hf=("{e}.gate", "{e}.up")), {"expert": 2})
+    ('0.gate', '0.up', '1.gate', '1.up')
+    """
+    count = dims[param.names[0]] if "{e}" in param.patterns[0] else 1
+    return tuple(key.replace("{e}", str(e)) for e in range(count) for key in param.patterns)
+
+
 def hf_groups(param: Param, dims: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-    """For each dim of its Hugging Face tensors, the sizes of the dims that it joins; the stacked axis is taken off.
+    """For each dim of its Hugging Face tensors, the sizes of the dims that it joins; stacked axes are taken off.
 
     >>> hf_groups(Param("(heads head_dim) embed", hf="q"), {"heads": 4, "head_dim": 8, "embed": 10})
     ((4, 8), (10,))
     """
     groups = [joined or alone for joined, alone in re.findall(r"\((.+?)\)|(\w+)", param.axes)]
-    sizes = tuple(tuple(dims[name] for name in group.split()) for group in groups)
-    return sizes[1:] if len(param.keys) > 1 else sizes
+    return tuple(tuple(dims[name] for name in group.split()) for group in groups[len(param.stacked) :])
 
 
 def hf_shape(param: Param, dims: Mapping[str, int]) -> tuple[int, ...]:
@@ -72,8 +96,8 @@ def in_layer(specs: Specs, layer: str) -> dict[str, Any]:
     filled: dict[str, Any] = {}
     for name, row in specs.items():
         if isinstance(row, Param):
-            keys = tuple(key.format(layer=layer) for key in row.keys)
-            filled[name] = Param(row.axes, keys[0] if isinstance(row.hf, str) else keys, row.fan_in, row.init)
+            keys = tuple(key.replace("{layer}", layer) for key in row.patterns)
+            filled[name] = replace(row, hf=keys[0] if isinstance(row.hf, str) else keys)
         else:
             filled[name] = in_layer(row, layer)
     return filled
@@ -147,6 +171,18 @@ def rows(specs: Specs) -> Iterator[tuple[str, Param]]:
     yield from leaves(specs)
 
 
+TRAINED = {  # the parts of a model that learn in each stage of its indexers' training
+    "frozen": ("model",),
+    "dense-warmup": ("indexer",),
+    "sparse": ("model", "indexer"),
+}
+
+
+def trained(specs: Specs, stage: str) -> list[str]:
+    """The paths of the rows that learn in a stage, in the model's order."""
+    return [path for path, row in rows(specs) if row.part in TRAINED[stage]]
+
+
 def count(specs: Specs, dims: Mapping[str, int]) -> int:
-    """Number of parameters."""
-    return sum(math.prod(shape(row, dims)) for _, row in rows(specs))
+    """Number of parameters; a router's state is none."""
+    return sum(math.prod(shape(row, dims)) for _, row in rows(specs) if row.part != "state")

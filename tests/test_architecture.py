@@ -8,9 +8,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Each room may import from those before it.
 ORDER = [
-    *("tree", "config", "ops", "comm", "spec", "settings", "device", "kernels", "mesh", "files", "gqa", "ffn", "model"),
-    *("losses", "shell", "hf", "flops", "text", "data", "grad", "optim", "checkpoint", "record", "launch", "compare"),
-    *("run", "command", "__init__", "__main__", "configs", "train"),
+    *("typed", "architecture", "tree", "config", "ops", "comm", "spec", "settings", "device", "kernels", "mesh"),
+    *("files", "gqa", "mla", "dsa", "ffn", "moe", "block", "model", "mtp", "losses", "shell", "stored", "hf", "flops"),
+    *("plan", "text", "data", "grad", "optim", "checkpoint", "record", "launch", "compare"),
+    *("step", "run", "command", "__init__", "__main__", "configs", "train"),
 ]
 DISTRIBUTED = {"mesh", "checkpoint", "launch", "run"}
 MODULES = [*sorted((ROOT / "glm5fn").rglob("*.py")), ROOT / "configs.py", ROOT / "train.py"]

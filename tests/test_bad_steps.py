@@ -5,7 +5,7 @@ from safetensors.torch import load_file
 from training import BATCH, TINY, fixed, numbers, state, text, train
 
 from configs import RUNS
-from glm5fn import init_params, run, save
+from glm5fn import init_params, save, step
 from glm5fn.checkpoint import steps
 from glm5fn.command import parse
 from glm5fn.record import read_metrics
@@ -27,7 +27,7 @@ def go(tmp_path, capsys):
 
 def spoil(monkeypatch, name, tree, call):
     """Make one element infinite in a tree that a function of the run gives or takes, at this call of it."""
-    function, calls = getattr(run, name), []
+    function, calls = getattr(step, name), []
 
     def spoilt(*args, **kwargs):
         result = function(*args, **kwargs)
@@ -36,7 +36,7 @@ def spoil(monkeypatch, name, tree, call):
             tree(args, result)["norm"].view(-1)[3] = float("inf")
         return result
 
-    monkeypatch.setattr(run, name, spoilt)
+    monkeypatch.setattr(step, name, spoilt)
 
 
 @pytest.mark.parametrize("steps", [3, 99])

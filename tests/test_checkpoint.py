@@ -18,13 +18,20 @@ from tiny import random_params, tiny
 from training import RUN, contents, numbers, text, train
 
 from configs import LAYOUTS
-from glm5fn import checkpoint, flatten
+from glm5fn import checkpoint, flatten, settings
 from glm5fn.checkpoint import State, defects, newest, restore, save
 from glm5fn.mesh import RunError
-from glm5fn.settings import OptimConfig
+from glm5fn.settings import OptimConfig, RunConfig
 from glm5fn.tree import tree_map
 
 CFG, ADAMW, SGD = tiny(), OptimConfig(), OptimConfig(name="sgd")
+
+
+def run_of(optim=ADAMW, cfg=CFG):
+    return RunConfig(name="tiny", model=cfg, layout=LAYOUTS["fsdp"], optim=optim)
+
+
+TEXT = settings.dump(run_of())
 
 
 def state(step=4, optim=ADAMW):
@@ -33,22 +40,22 @@ def state(step=4, optim=ADAMW):
     moments = {"mean": random_params(CFG, seed=100 + step), "square": random_params(CFG, seed=200 + step)}
     moments["updates"] = tree_map(lambda leaf: torch.tensor(float(step)), params)
     moments = moments if optim is ADAMW else {}
-    return State(params=params, moments=moments, step=step, samples=10 * step + 1, skipped=step - 1)
+    return State(params=params, moments=moments, step=step, samples=10 * step + 1, tokens=90 * step, skipped=step - 1)
 
 
 def load(path, optim=ADAMW, cfg=CFG):
-    return restore(path, cfg, optim, None, LAYOUTS["fsdp"], "cpu")
+    return restore(path, run_of(optim, cfg), None, "cpu")
 
 
 def bits(state):
     """All that a state is, in a form that can be compared."""
     leaves = flatten({"params": state.params, "moments": state.moments}).items()
     tensors = {path: (leaf.dtype, leaf.shape, leaf.numpy().tobytes()) for path, leaf in leaves}
-    return state.step, state.samples, state.skipped, tensors
+    return state.step, state.samples, state.tokens, state.skipped, tensors
 
 
 def fill(root, *steps, keep=9):
-    return [save(root, state(step), "a: 1\n", keep) for step in steps]
+    return [save(root, state(step), TEXT, keep) for step in steps]
 
 
 def names(root):
@@ -57,7 +64,7 @@ def names(root):
 
 @pytest.mark.parametrize("optim", [ADAMW, SGD], ids=["adamw", "sgd"])
 def test_a_state_comes_back_equal_to_the_bit(tmp_path, optim):
-    path = save(tmp_path, state(optim=optim), "a: 1\n", 2)
+    path = save(tmp_path, state(optim=optim), TEXT, 2)
     assert bits(load(path, optim)) == bits(state(optim=optim))
     assert bool(state(optim=optim).moments) == (optim is ADAMW)
 
@@ -162,7 +169,7 @@ def test_there_is_nothing_to_find_where_nothing_was_saved(tmp_path):
 def test_the_same_step_can_be_saved_again(tmp_path):
     fill(tmp_path, 4, 8)
     again = replace(state(5), step=8)
-    assert bits(load(save(tmp_path, again, "a: 1\n", 2))) == bits(again)
+    assert bits(load(save(tmp_path, again, TEXT, 2))) == bits(again)
     assert names(tmp_path) == ["step_00000004", "step_00000008"]
 
 
@@ -202,7 +209,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
         if child == 0:
             try:
                 for step in count(last):
-                    save(tmp_path, replace(state(1), step=step), "", 1)
+                    save(tmp_path, replace(state(1), step=step), TEXT, 1)
             finally:
                 os._exit(1)
         time.sleep(random.Random(trial).uniform(0.01, 0.06))
@@ -232,7 +239,7 @@ def test_another_model_or_optimizer_is_refused_with_all_its_tensors(tmp_path):
     with pytest.raises(ValueError, match=r"unexpected: mean\.embed in moments\.safetensors, "):
         load(path, SGD)
     with pytest.raises(ValueError, match=r"missing: mean\.embed, "):
-        load(save(tmp_path, state(5, SGD), "", 2))
+        load(save(tmp_path, state(5, SGD), TEXT, 2))
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save
+from tiny import PLAIN, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from glm5fn.config import SIZES, ModelConfig
 from glm5fn.data import IGNORE, Data, Windows, held_out_batches, micro_batches, open_data
 from glm5fn.settings import DataConfig
 from glm5fn.text import BYTES, encode, open_tokenizer
 
-MODEL = ModelConfig(model_type="glm5_dense", **dict.fromkeys(SIZES, 4) | {"vocab_size": 293}, eos_token_id=(7, 9))
+MODEL = tiny(**PLAIN, vocab_size=293, max_position_embeddings=4, eos_token_id=(7, 9))
 
 
 def read(path, raw=None, **settings):

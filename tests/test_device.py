@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from glm5fn import mesh
-from glm5fn.config import ConfigError
 from glm5fn.device import choose, peak_flops, synchronize, widest
+from glm5fn.typed import ConfigError
 
 
 @pytest.fixture

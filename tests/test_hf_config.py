@@ -4,9 +4,10 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from glm5fn.config import ConfigError, ModelConfig
+from glm5fn.config import ModelConfig
 from glm5fn.hf import load, save_hf
 from glm5fn.model import init_params
+from glm5fn.typed import ConfigError
 
 SIZES = {
     "vocab_size": 96,

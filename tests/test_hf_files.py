@@ -22,7 +22,7 @@ from glm5fn.config import ModelConfig
 from glm5fn.files import INDEX, MODEL, TensorFiles
 from glm5fn.hf import Stored, load, open_model, save, save_hf
 from glm5fn.model import init_params, model_specs
-from glm5fn.spec import cut, hf_shape, rows, whole
+from glm5fn.spec import cut, hf_keys, hf_shape, rows, whole
 from glm5fn.tree import flatten, tree_map
 
 SIZES = {
@@ -37,13 +37,20 @@ SIZES = {
     "pad_token_id": 2,
     "eos_token_id": [2, 3, 5],
 }
+ALL_DENSE = {"first_k_dense_replace": 2, "num_nextn_predict_layers": 0}
 FAMILIES = {
     "glm4": (Glm4Config, Glm4ForCausalLM, {"attention_bias": True}),
     "glm4 tied bf16": (Glm4Config, Glm4ForCausalLM, {"tie_word_embeddings": True, "dtype": "bfloat16"}),
     "glm4 of 12 layers": (Glm4Config, Glm4ForCausalLM, {"num_hidden_layers": 12, "attention_bias": False}),
     "glm": (GlmConfig, GlmForCausalLM, {"dtype": "bfloat16"}),
-    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, {"first_k_dense_replace": 2, "use_qk_norm": True}),
-    "glm4_moe tied": (Glm4MoeConfig, Glm4MoeForCausalLM, {"first_k_dense_replace": 2, "tie_word_embeddings": True}),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, ALL_DENSE | {"use_qk_norm": True}),
+    "glm4_moe tied": (Glm4MoeConfig, Glm4MoeForCausalLM, ALL_DENSE | {"tie_word_embeddings": True}),
+}
+PUBLISHED = {  # list of keys -> the models that it is the list of
+    "glm4-9b": ("glm4-9b",),
+    "glm4-32b": ("glm4-32b",),
+    "glm5": ("glm5-744b", "glm5.1-744b"),
+    "glm5.2": ("glm5.2-744b",),
 }
 TINY = ModelConfig(model_type="glm4_moe", **SIZES | {"eos_token_id": (2, 3, 5)})
 
@@ -93,7 +100,7 @@ def test_a_loaded_model_has_the_values_of_transformers_in_our_shapes(released):
     flat, layer = flatten(params), params["layers"]["1"]
     assert list(flat) == [path for path, _ in rows(model_specs(cfg))]  # in the model's order, layer 10 after 9
     for path, row in rows(model_specs(cfg)):
-        parts = [state[key].reshape(hf_shape(row, cfg.dims)) for key in row.keys]
+        parts = [state[key].reshape(hf_shape(row, cfg.dims)) for key in hf_keys(row, cfg.dims)]
         values = torch.stack(parts) if len(parts) > 1 else parts[0]
         assert same(flat[path].flatten(), values.flatten()), path
     assert same(layer["attn"]["q"], state["model.layers.1.self_attn.q_proj.weight"].view(6, 16, 40))
@@ -119,8 +126,7 @@ def test_the_exported_config_is_read_by_transformers_as_the_original(released, t
     save_hf(tmp_path / "out", params, cfg)
     before, after = (AutoConfig.from_pretrained(place).to_dict() for place in (directory, tmp_path / "out"))
     differing = {key for key in before if before[key] != after.get(key)}
-    assert differing <= {"_name_or_path", "num_nextn_predict_layers"}  # transformers writes 1 without the tensors
-    assert not after.get("num_nextn_predict_layers")
+    assert differing <= {"_name_or_path"}
 
 
 def test_a_native_directory_holds_what_was_imported(released, tmp_path):
@@ -152,14 +158,15 @@ def test_any_region_of_a_parameter_is_read_from_either_format(released, tmp_path
                         assert same(leaf.read(tuple(region)), value.narrow(dim, start, count)), (path, region)
 
 
-@pytest.mark.parametrize("name", ["glm4-9b", "glm4-32b"])
-def test_the_rows_are_exactly_the_published_keys_and_shapes(name):
-    listing = gzip.decompress((Path(__file__).parent / "keys" / f"{name}.tsv.gz").read_bytes()).decode()
+@pytest.mark.parametrize("listed, name", [(f, n) for f, names in PUBLISHED.items() for n in names])
+def test_the_rows_are_exactly_the_published_keys_and_shapes(listed, name):
+    listing = gzip.decompress((Path(__file__).parent / "keys" / f"{listed}.tsv.gz").read_bytes()).decode()
     lines = [line.split("\t") for line in listing.splitlines()]
     cfg = MODELS[name]
-    ours = {key: list(hf_shape(row, cfg.dims)) for _, row in rows(model_specs(cfg)) for key in row.keys}
-    assert ours == {key: json.loads(size) for key, _, size in lines}
-    assert {dtype for _, dtype, _ in lines} == {"BF16"}
+    ours = {key: (row, hf_shape(row, cfg.dims)) for _, row in rows(model_specs(cfg)) for key in hf_keys(row, cfg.dims)}
+    assert {key: list(size) for key, (_, size) in ours.items()} == {key: json.loads(size) for key, _, size in lines}
+    state = {key for key, (row, _) in ours.items() if row.part == "state"}
+    assert {key: dtype for key, dtype, _ in lines} == {key: "F32" if key in state else "BF16" for key in ours}
 
 
 def test_only_the_region_that_is_asked_for_is_read(exported, monkeypatch):

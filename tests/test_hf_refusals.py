@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from glm5fn.config import ConfigError, ModelConfig
+from glm5fn.config import ModelConfig
 from glm5fn.files import INDEX, MODEL, TensorFiles
 from glm5fn.hf import load, save, save_hf
 from glm5fn.model import init_params
 from glm5fn.tree import flatten
+from glm5fn.typed import ConfigError
 
 TINY = ModelConfig(
     model_type="glm4_moe",

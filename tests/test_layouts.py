@@ -11,13 +11,14 @@ from tiny import distance, random_params, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs import LAYOUTS
-from glm5fn import checkpoint, flatten, mesh, run
+from glm5fn import checkpoint, flatten, mesh, step
 from glm5fn.checkpoint import State
 from glm5fn.data import Data, Samples
-from glm5fn.losses import labels, loss
+from glm5fn.losses import counts, loss
 from glm5fn.model import model_specs
 from glm5fn.optim import grad_norm, init_moments
-from glm5fn.settings import DataConfig, MeshConfig, OptimConfig, RunConfig
+from glm5fn.settings import DataConfig, MeshConfig, OptimConfig, RunConfig, dump
+from glm5fn.spec import trained
 from glm5fn.tree import tree_map
 
 F64 = torch.float64
@@ -58,11 +59,13 @@ def make(grid, micro=1, optimizer="sgd", rows=ROWS, model=None, dtype=F64, **set
     wide = F64 if config.deterministic else dtype
     compute = torch.bfloat16 if config.precision == "bf16" else dtype
     comm = mesh.comm_for(device_mesh, compute, wide)
-    setup = run.Setup(
+    setup = step.Setup(
         run=config,
         device="cpu",
         data=Data(train=rows, held_out=rows, seed=None),
         comm=comm,
+        specs=model_specs(cfg),
+        trained=tuple(trained(model_specs(cfg), config.indexer.stage)),
         loss=partial(loss, cfg=cfg, comm=comm, recompute=config.recompute == "layer"),
     )
     whole = flatten(random_params(cfg, dtype=dtype))
@@ -80,9 +83,9 @@ def gathered(tree):
 
 def first_gradient(grid, micro, layers):
     setup, state = make(grid, micro, model=tiny(num_hidden_layers=layers))
-    batches = run.micro_batches(setup.data, 0, setup.run.data, mesh.rank(), mesh.world())
-    count = int(setup.comm.sum(sum(labels(batch) for batch in batches)))
-    _, grads = run.gradient(setup, state.params, batches, count)
+    batches = step.micro_batches(setup.data, 0, setup.run.data, mesh.rank(), mesh.world())
+    count = {"labels": int(setup.comm.sum(sum(counts(batch, setup.run.model)["labels"] for batch in batches)))}
+    _, grads = step.gradient(setup, state.params, batches, count)
     return gathered(grads) | {"all of it": grad_norm(grads, setup.comm)}
 
 
@@ -90,7 +93,7 @@ def three_steps(grid, *args, **settings):
     setup, state = make(grid, *args, **settings)
     records = []
     for _ in range(3):
-        state, record = run.step(setup, state, stop=False)
+        state, record = step.step(setup, state, stop=False)
         records.append((record["loss"], record["grad_norm"], record["skipped"]))
     return records, gathered(state.params), gathered(state.moments.get("mean", {}))
 
@@ -169,7 +172,7 @@ def poisoned_step(grid):
         return (value * math.nan if mesh.rank() == mesh.world() - 1 else value), metrics
 
     before = gathered(state.params)
-    state, record = run.step(run.replace(setup, loss=poison), state, stop=False)
+    state, record = step.step(step.replace(setup, loss=poison), state, stop=False)
     updates = {int(count) for count in flatten(state.moments["updates"]).values()}
     return record["skipped"], distance(gathered(state.params), before), updates, state.step
 
@@ -181,7 +184,7 @@ def test_one_gradient_that_is_not_finite_skips_the_step_on_all_ranks(grid, pools
 
 def asked_to_stop(grid):
     setup, state = make(grid)
-    return run.step(setup, state, stop=mesh.rank() == 1)
+    return step.step(setup, state, stop=mesh.rank() == 1)
 
 
 def test_a_rank_that_is_asked_to_stop_stops_all_before_the_same_step(pools):
@@ -190,7 +193,7 @@ def test_a_rank_that_is_asked_to_stop_stops_all_before_the_same_step(pools):
 
 def evaluated(grid, rows):
     setup, state = make(grid, rows=rows)
-    return run.evaluate(setup, state.params)
+    return step.evaluate(setup, state.params)
 
 
 @pytest.mark.parametrize("grid", [GRIDS["shard 2"], GRIDS["shard 4"]], ids=["2", "4"])
@@ -216,9 +219,9 @@ class Traffic(TorchDispatchMode):
 
 def traffic_of_a_gradient(grid):
     setup, state = make(grid, model=tiny(hidden_size=24))
-    batches = run.micro_batches(setup.data, 0, setup.run.data, mesh.rank(), mesh.world())
+    batches = step.micro_batches(setup.data, 0, setup.run.data, mesh.rank(), mesh.world())
     with Traffic() as traffic:
-        run.gradient(setup, state.params, batches, 63)
+        step.gradient(setup, state.params, batches, {"labels": 63})
     return traffic.calls, {path: leaf.numel() for path, leaf in flatten(state.params).items()}
 
 
@@ -235,8 +238,8 @@ def saved(grid, root, settings):
     """Three steps, then a checkpoint."""
     setup, state = make(grid, optimizer="adamw", **settings)
     for _ in range(3):
-        state, _ = run.step(setup, state, stop=False)
-    checkpoint.save(root, state, run.settings.dump(setup.run), keep=1)
+        state, _ = step.step(setup, state, stop=False)
+    checkpoint.save(root, state, dump(setup.run), keep=1)
     return gathered({"params": state.params, "moments": state.moments})
 
 
@@ -244,7 +247,7 @@ def restored(grid, path):
     setup, _ = make(grid, optimizer="adamw")
     config = setup.run
     device_mesh = mesh.make_mesh(grid, "cpu")
-    state = checkpoint.restore(path, config.model, config.optim, device_mesh, config.layout, "cpu")
+    state = checkpoint.restore(path, config, device_mesh, "cpu")
     return gathered({"params": state.params, "moments": state.moments}), state.step, state.samples
 
 
@@ -259,8 +262,8 @@ def test_a_checkpoint_of_one_layout_restores_to_the_byte_on_another(wrote, reads
         return pools(GRIDS[name].world)(function, GRIDS[name], *args)
 
     expected = on(wrote, saved, tmp_path, {})[0]
-    for found, step, consumed in on(reads, restored, tmp_path / "step_00000003"):
-        assert (step, consumed) == (3, 12)
+    for found, done, consumed in on(reads, restored, tmp_path / "step_00000003"):
+        assert (done, consumed) == (3, 12)
         found, wanted = flatten(found), flatten(expected)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(leaf, wanted[path]) for path, leaf in found.items())
@@ -269,7 +272,7 @@ def test_a_checkpoint_of_one_layout_restores_to_the_byte_on_another(wrote, reads
 def failing_save(grid, root):
     setup, state = make(grid)
     try:
-        checkpoint.save(root, state, run.settings.dump(setup.run), keep=1)
+        checkpoint.save(root, state, dump(setup.run), keep=1)
     except RuntimeError as error:
         return str(error)
 

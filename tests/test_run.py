@@ -17,9 +17,9 @@ import train as script
 from configs import RUNS
 from glm5fn import model
 from glm5fn.checkpoint import newest
-from glm5fn.config import ConfigError
 from glm5fn.record import occupy, read_metrics
 from glm5fn.run import train as train_run
+from glm5fn.typed import ConfigError
 
 
 @pytest.fixture

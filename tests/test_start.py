@@ -134,7 +134,7 @@ def test_a_run_has_one_start(refuse, weights):
 
 
 def test_init_must_be_a_directory_with_weights(refuse, weights):
-    assert "--init none: none: cannot be read" in refuse("--init", "none")
+    assert "--init none: none: is not there" in refuse("--init", "none")
     assert f"--init {weights / 'config.json'}: " in refuse("--init", weights / "config.json", "--data.seq-len", "12")
     (weights / "model.safetensors").unlink()
     assert "has neither model.safetensors nor" in refuse("--init", weights, "--data.seq-len", "12")

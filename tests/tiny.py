@@ -25,10 +25,49 @@ def tiny(**changes):
 
 
 PLAIN = {"model_type": "glm5_dense", "attention_bias": False, "partial_rotary_factor": 1.0}
+LATENT = {  # latent attention in 3 heads: queries of 6 + 4 dims, values of 5
+    "model_type": "glm5_dense",
+    "attention": "mla",
+    "attention_bias": False,
+    "partial_rotary_factor": 1.0,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 0,
+    "head_dim": 0,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
+SPARSE = LATENT | {"index_n_heads": 2, "index_head_dim": 9, "index_topk": 4}
+EXPERTS = {
+    "n_routed_experts": 7,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+GLM5 = (  # the keys of layers 0, 1, 3 are shared; one weight set predicts two depths
+    SPARSE
+    | EXPERTS
+    | {
+        "model_type": "glm_moe_dsa",
+        "num_hidden_layers": 5,
+        "index_topk_freq": 2,
+        "num_nextn_predict_layers": 1,
+        "num_mtp_depths": 2,
+    }
+)
 FAMILIES = {
     "glm4": {},
     "glm5_dense, tied": PLAIN | {"tie_word_embeddings": True},
     "glm4_moe, qk norm": {"model_type": "glm4_moe", "use_qk_norm": True, "num_key_value_heads": 2},
+    "glm4_moe, experts": EXPERTS | {"model_type": "glm4_moe", "num_nextn_predict_layers": 1},
+    "latent": LATENT,
+    "latent, experts": LATENT | EXPERTS,
+    "sparse": SPARSE,
+    "glm5": GLM5,
 }
 
 

@@ -18,8 +18,13 @@ class Kernels(NamedTuple):
     swiglu: (gate_up [*b, 2f]) -> [*b, f].
     attention: (q [b, h, s, k], k [b, n, t, k], v [b, n, t, u], segments [b, s] | None, scale) -> [b, h, s, u], causal,
     inside each segment; h is a multiple of n.
+    experts: (x [n, d], chosen [n, a], weights [n, a], gate_up [e, 2, f, d], down [e, d, f]) -> [n, d], the weighted sum
+    of each token's chosen experts.
     token_loss: (x [n, d], head [v, d], targets [n]) -> the sum of -log softmax(head x)[target], in at least fp32,
     over the targets that are not IGNORE.
+    select: (index q [b, s, i, j], index k [b, t, j], head weights [b, s, i], segments, topk) -> [b, s, g], int32.
+    sparse_attention: (q [b, s, h, e], keys [b, t, e], chosen [b, s, g], rank, scale) -> [b, s, h, rank].
+    index_loss: (teachers [(q, keys)], index q, k and head weights, chosen | None, segments, real, scale) -> [].
     """
 
     linear: Callable[..., Tensor]
@@ -27,7 +32,11 @@ class Kernels(NamedTuple):
     rope: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     attention: Callable[..., Tensor]
+    experts: Callable[..., Tensor]
     token_loss: Callable[..., Tensor]
+    select: Callable[..., Tensor]
+    sparse_attention: Callable[..., Tensor]
+    index_loss: Callable[..., Tensor]
 
 
 def kernels_of(module: ModuleType) -> Kernels:

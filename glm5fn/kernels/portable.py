@@ -9,7 +9,24 @@ from torch import Tensor
 
 from ..ops import upcast
 from . import reference
+from .dsa_attention import sparse_attention
+from .dsa_loss import index_loss
+from .dsa_select import select
+from .experts import experts
 from .reference import IGNORE
+
+__all__ = [
+    "attention",
+    "experts",
+    "index_loss",
+    "linear",
+    "rms_norm",
+    "rope",
+    "select",
+    "sparse_attention",
+    "swiglu",
+    "token_loss",
+]
 
 LOGITS = 1 << 22  # logits that the loss holds at once,
 ROWS = 128  # but never fewer rows of them: a matmul of less is slow

@@ -13,9 +13,21 @@ from torch import Tensor
 
 from ..ops import upcast
 from . import portable
-from .portable import rms_norm, rope, swiglu
+from .experts import widened_experts as experts
+from .portable import index_loss, rms_norm, rope, select, sparse_attention, swiglu  # these upcast what they hold
 
-__all__ = ["attention", "linear", "rms_norm", "rope", "swiglu", "token_loss"]
+__all__ = [
+    "attention",
+    "experts",
+    "index_loss",
+    "linear",
+    "rms_norm",
+    "rope",
+    "select",
+    "sparse_attention",
+    "swiglu",
+    "token_loss",
+]
 
 
 class Linear(torch.autograd.Function):

@@ -1,0 +1,85 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): layers that look further ahead."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .block import Documents, Params, block_specs
+from .config import ModelConfig
+from .model import Engine, head_weight, mtp_specs, named, outer_specs, trunk
+
+
+class Depth(NamedTuple):
+    """x: the states that predict the token d + 1 places ahead. terms: those of the depth's layer."""
+
+    x: Float[Tensor, "b s d"]
+    terms: dict[str, Any]
+
+
+def reaches(segments: Int[Tensor, "b s"] | None, depth: int, like: Int[Tensor, "b s"]) -> Bool[Tensor, "b s"]:
+    """Whether the token `depth` places ahead is there, and of the same document."""
+    if segments is None:
+        segments = torch.ones_like(like)
+    return (segments == ahead(segments, depth, 0)) & (segments != 0)
+
+
+def ahead(values: Int[Tensor, "b s"], depth: int, fill: int) -> Int[Tensor, "b s"]:
+    """What stands `depth` places ahead of each position; `fill` behind the end."""
+    return F.pad(values[:, depth:], (0, min(depth, values.shape[1])), value=fill)
+
+
+def depths(
+    params: Params,
+    tokens: Int[Tensor, "b s"],
+    x: Float[Tensor, "b s d"],
+    cfg: ModelConfig,
+    where: Documents,
+    engine: Engine,
+) -> Iterator[Depth]:
+    """The states of each depth of prediction, which starts from those of the depth before: x, normed, for the first.
+
+    Depth d joins the state at t with the embedding of token t + d. Where that is of another document, or behind the
+    end, the position counts as padding. Depths in excess of the weight sets share the only one.
+    """
+    norm, eps, chosen = engine.kernels.rms_norm, cfg.rms_norm_eps, None
+    outer, last = outer_specs(cfg), cfg.num_hidden_layers
+    for depth in range(1, cfg.mtp_depths + 1):
+        number = (depth - 1) % cfg.num_nextn_predict_layers
+        weights, specs = params["mtp"][str(number)], mtp_specs(cfg, last + number)
+        inside = reaches(where.segments, depth, tokens)
+        segments = None if where.segments is None else where.segments.masked_fill(~inside, 0)
+        embedded = F.embedding(ahead(tokens, depth, 0), engine.fetch(params, outer, "embed"))
+        joined = (
+            norm(embedded, engine.fetch(weights, specs, "embed_norm"), eps),
+            norm(x, engine.fetch(weights, specs, "hidden_norm"), eps),
+        )
+        x = engine.kernels.linear(torch.cat(joined, -1), engine.fetch(weights, specs, "join"))
+        here, rows = Documents(where.positions, segments, inside), block_specs(cfg, last + number)
+        x, selected, found = engine.layer(weights, rows, x, here, None, cfg, chosen=chosen)
+        if engine.terms.mtp.share_indices and selected is not None:
+            chosen = selected.chosen
+        x = norm(x, engine.fetch(weights, specs, "norm"), eps)
+        yield Depth(x, named(f"mtp.{number}", found))
+
+
+def forward_mtp(
+    params: Params,
+    tokens: Int[Tensor, "b s"],
+    cfg: ModelConfig,
+    positions: Int[Tensor, "b s"] | None = None,
+    segments: Int[Tensor, "b s"] | None = None,
+    **how: Any,
+) -> tuple[Float[Tensor, "b s v"], list[Float[Tensor, "b s v"]]]:
+    """Token ids -> the main logits, and those of each depth: at t, depth d predicts the token at t + d + 1.
+
+    Else as `forward`. Logits at the last d positions of a document mean nothing at depth d.
+    """
+    engine, where = Engine(**how), Documents.of(positions, segments)
+    x = trunk(params, tokens, cfg, where, engine).x
+    head = head_weight(params, cfg, engine)
+    further = [engine.kernels.linear(d.x, head) for d in depths(params, tokens, x, cfg, where, engine)]
+    return engine.kernels.linear(x, head), further
