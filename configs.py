@@ -3,7 +3,16 @@
 from dataclasses import replace
 
 from glm5fn.config import ModelConfig
-from glm5fn.settings import CheckpointConfig, DataConfig, IndexerConfig, Layout, MeshConfig, OptimConfig, RunConfig
+from glm5fn.settings import (
+    CheckpointConfig,
+    DataConfig,
+    IndexerConfig,
+    Layout,
+    MeshConfig,
+    OptimConfig,
+    RouterConfig,
+    RunConfig,
+)
 
 GLM4_9B = ModelConfig(
     model_type="glm4",
@@ -226,6 +235,8 @@ DENSE_TINY = RunConfig(
     data=DataConfig(seq_len=256, global_batch=8, micro_batch=4),
     optim=OptimConfig(lr=3e-4, min_lr=3e-5, warmup_steps=10, decay_steps=1000),
 )
+# A rate that evens the loads out within a hundred steps.
+MOE_TINY = replace(DENSE_TINY, router=RouterConfig(bias_rate=0.01))
 DENSE_HALF_B = RunConfig(
     name="dense-0.5b",
     model=MODELS["dense-0.5b"],
@@ -269,13 +280,13 @@ RUNS = {
         replace(DENSE_TINY, name="dense-dp2", mesh=MeshConfig(dp_shard=2)),
         DENSE_HALF_B,
         replace(DENSE_HALF_B, name="dense-0.5b-dp2", mesh=MeshConfig(dp_shard=2)),
-        *(replace(DENSE_TINY, name=name, model=MODELS[name]) for name in ("moe-tiny", "mla-tiny")),
+        *(replace(MOE_TINY, name=name, model=MODELS[name]) for name in ("moe-tiny", "mla-tiny")),
         *(
-            replace(DENSE_TINY, name=name, model=MODELS[name], indexer=SPARSE)
+            replace(MOE_TINY, name=name, model=MODELS[name], indexer=SPARSE)
             for name in ("dsa-tiny", "mtp-tiny", "glm5-tiny")
         ),
         replace(
-            DENSE_TINY, name="dsa-warmup-tiny", model=MODELS["dsa-tiny"], indexer=IndexerConfig(stage="dense-warmup")
+            MOE_TINY, name="dsa-warmup-tiny", model=MODELS["dsa-tiny"], indexer=IndexerConfig(stage="dense-warmup")
         ),
         *(replace(DENSE_HALF_B, name=name, model=MODELS[name]) for name in ("moe-0.5b", "mla-0.5b")),
         *(replace(DENSE_HALF_B, name=name, model=MODELS[name], indexer=SPARSE) for name in ("dsa-0.5b", "mtp-0.5b")),

@@ -6,26 +6,20 @@ a matmul for the peak. Prints a table and, last, one JSON line.
 """
 
 import json
-import multiprocessing
-import resource
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.connection import Connection
-from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import tyro
+from turns import System, ratios, take_turns
 
 from glm5fn import model
 from glm5fn.block import block
 from glm5fn.comm import local
 from glm5fn.config import ModelConfig
-from glm5fn.device import peak_flops
 from glm5fn.flops import flops_per_token
 from glm5fn.grad import value_and_grad
 from glm5fn.hf import export
@@ -38,7 +32,6 @@ from glm5fn.spec import count, hf_keys, rows
 from glm5fn.tree import flatten
 from glm5fn.typed import ConfigError
 
-WARM_UP = 2  # steps that are not counted
 OPTIM = OptimConfig(lr=1e-4, beta2=0.999, weight_decay=0.0)  # no decay, so that equal steps give equal losses
 
 
@@ -74,24 +67,6 @@ class Options:
     @property
     def model(self) -> ModelConfig:
         return ModelConfig.from_hf({"model_type": "glm4", **self.hf})
-
-
-@dataclass(frozen=True, kw_only=True)
-class System:
-    """What is timed: `steps` yields once when its imports are done, then the loss of each step that it makes."""
-
-    name: str
-    steps: Callable[["Options", "System"], Iterator[float]]
-    weights: torch.dtype
-    compute: torch.dtype
-
-
-class Reply(NamedTuple):
-    """What a step took, its loss, and the peak of memory above imports until now."""
-
-    seconds: float
-    loss: float
-    mib: float
 
 
 def systems(options: Options) -> tuple[System, System]:
@@ -168,85 +143,27 @@ def theirs(options: Options, system: System) -> Iterator[float]:
         yield step()
 
 
-def peak_memory() -> float:
-    """The most memory that this process has had, in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-
-
-def serve(connection: Connection, options: Options, system: System) -> None:
-    """Answer each message with a step."""
-    steps = system.steps(options, system)
-    next(steps)
-    imported = peak_memory()
-    with suppress(EOFError):
-        while True:
-            connection.recv()
-            start = time.perf_counter()
-            value = next(steps)
-            connection.send(Reply(time.perf_counter() - start, value, peak_memory() - imported))
-
-
-def start(options: Options, system: System) -> tuple[Connection, Any]:
-    """Start a system's process, which ends when its connection closes."""
-    context = multiprocessing.get_context("spawn")
-    mine, other = context.Pipe()
-    process = context.Process(target=serve, args=(other, options, system), daemon=True)
-    process.start()
-    other.close()  # so that the death of the child ends our wait
-    return mine, process
-
-
-def figures(options: Options, cfg: ModelConfig, system: System, replies: list[Reply], peak: float) -> dict[str, float]:
-    """The numbers of one system; `peak` is that of matmul, in FLOP/s."""
-    seconds = sorted(reply.seconds for reply in replies[WARM_UP:])
-    flops = flops_per_token(cfg, options.seq) * options.batch * options.seq
+def with_state(options: Options, system: System, figures: dict[str, float]) -> dict[str, float]:
+    """The figures with what the memory holds beyond weights, gradients and two moments, and the MFU."""
+    cfg = options.model
     weights = count(model.model_specs(cfg), cfg.dims) * system.weights.itemsize / 2**20
-    return {
-        "step_s": median(seconds),
-        "fastest_s": seconds[0],
-        "slowest_s": seconds[-1],  # far from the fastest: the machine was busy with something else
-        "memory_mib": replies[-1].mib,
-        "beyond_state_mib": replies[-1].mib - 4 * weights,  # the state: weights, gradients and two moments
-        "mfu": flops / median(seconds) / peak,
-        "matmul_gflops": peak / 1e9,
-        "loss": replies[-1].loss,
-    }
-
-
-def report(options: Options, results: dict[str, dict[str, float]]) -> None:
-    (a, one), (b, two) = results.items()
-    ratios = {name: one[name] / two[name] for name in ("step_s", "memory_mib", "beyond_state_mib")}
-    print(f"{'':20}{a:>16}{b:>16}{'ratio':>9}")
-    for name in one:
-        ratio = f"{ratios[name]:9.3f}" if name in ratios else ""
-        print(f"{name:20}{one[name]:16.5g}{two[name]:16.5g}{ratio}")
-    print(json.dumps({**asdict(options), "threads": torch.get_num_threads(), **results, "ratio": ratios}))
+    flops = flops_per_token(cfg, options.seq) * options.batch * options.seq
+    mfu = flops / figures["step_s"] / (figures["matmul_gflops"] * 1e9)
+    return figures | {"beyond_state_mib": figures["memory_mib"] - 4 * weights, "mfu": mfu}
 
 
 def main(options: Options) -> int:
-    """Returns the exit code: 2 for a shape that cannot be, 1 if a system died."""
+    """Returns the exit code: 2 for a shape that cannot be."""
     try:
-        cfg = options.model
+        _ = options.model
     except ConfigError as error:
         print(f"train_step.py: {error}", file=sys.stderr)
         return 2
     pair = systems(options)
-    # Before any matmul here, since the peak of a child's memory starts at that of its parent.
-    running = [(system, *start(options, system)) for system in pair]
-    replies: dict[str, list[Reply]] = {system.name: [] for system in pair}
-    peaks = dict.fromkeys((system.compute for system in pair), 0.0)
-    for _ in range(WARM_UP + options.steps):
-        for system, connection, process in running:
-            try:
-                connection.send("step")
-                replies[system.name].append(connection.recv())
-            except (EOFError, OSError):
-                process.join()
-                print(f"{system.name} died with exit code {process.exitcode}", file=sys.stderr)
-                return 1
-        for dtype in peaks:
-            peaks[dtype] = max(peaks[dtype], peak_flops("cpu", dtype) or 0.0)
-    report(options, {s.name: figures(options, cfg, s, replies[s.name], peaks[s.compute]) for s in pair})
+    results = take_turns(options, pair, options.steps)
+    results = {system.name: with_state(options, system, results[system.name]) for system in pair}
+    found = ratios(results, ("step_s", "memory_mib", "beyond_state_mib"))
+    print(json.dumps({**asdict(options), "threads": torch.get_num_threads(), **results, "ratio": found}))
     return 0
 
 

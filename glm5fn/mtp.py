@@ -43,7 +43,8 @@ def depths(
     """The states of each depth of prediction, which starts from those of the depth before: x, normed, for the first.
 
     Depth d joins the state at t with the embedding of token t + d. Where that is of another document, or behind the
-    end, the position counts as padding. Depths in excess of the weight sets share the only one.
+    end, the position does not count, and it stands after all that do, so that none of them attends to it. Depths in
+    excess of the weight sets share the only one.
     """
     norm, eps, chosen = engine.kernels.rms_norm, cfg.rms_norm_eps, None
     outer, last = outer_specs(cfg), cfg.num_hidden_layers
@@ -51,14 +52,13 @@ def depths(
         number = (depth - 1) % cfg.num_nextn_predict_layers
         weights, specs = params["mtp"][str(number)], mtp_specs(cfg, last + number)
         inside = reaches(where.segments, depth, tokens)
-        segments = None if where.segments is None else where.segments.masked_fill(~inside, 0)
         embedded = F.embedding(ahead(tokens, depth, 0), engine.fetch(params, outer, "embed"))
         joined = (
             norm(embedded, engine.fetch(weights, specs, "embed_norm"), eps),
             norm(x, engine.fetch(weights, specs, "hidden_norm"), eps),
         )
         x = engine.kernels.linear(torch.cat(joined, -1), engine.fetch(weights, specs, "join"))
-        here, rows = Documents(where.positions, segments, inside), block_specs(cfg, last + number)
+        here, rows = where._replace(real=inside), block_specs(cfg, last + number)
         x, selected, found = engine.layer(weights, rows, x, here, None, cfg, chosen=chosen)
         if engine.terms.mtp.share_indices and selected is not None:
             chosen = selected.chosen

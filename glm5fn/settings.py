@@ -226,7 +226,15 @@ def idle(run: RunConfig) -> dict[str, str]:
             not run.model.n_routed_experts,
             "router.bias_rate router.balance_coef router.z_coef",
         ),
+        "no layer of the model shares keys": ("shared" not in run.model.indexers, "indexer.teacher"),
         "indexer.stage is frozen": (run.indexer.stage == "frozen", "indexer.coef indexer.teacher"),
+        "indexer.stage is dense-warmup": (
+            run.indexer.stage == "dense-warmup",
+            "router.bias_rate router.balance_coef router.z_coef mtp.share_indices mtp.detach_trunk mtp.detach_head",
+        ),
+        "the model selects no keys": (not run.model.index_topk, "mtp.share_indices"),
+        "the model predicts one further token": (run.model.mtp_depths == 1, "mtp.share_indices"),
+        "mtp.coef is 0": (run.mtp.coef == 0, "mtp.share_indices mtp.detach_trunk mtp.detach_head"),
         "the model predicts no further tokens": (
             not run.model.mtp_depths,
             "mtp.coef mtp.share_indices mtp.detach_trunk mtp.detach_head",

@@ -1,7 +1,7 @@
 """One optimizer step over the global batch, and the evaluation of what it made."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -58,7 +58,7 @@ def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]]
     if healthy:
         scale = clip_scale(norm, run.optim.clip)
         update(state.params, grads, state.moments, setup.specs, run.optim, lr, scale, fused=not run.deterministic)
-        balance(state.params, sums.get("load", {}), run.router.bias_rate)
+        balance(state.params, sums.get("load", {}), run.router.bias_rate, setup.trained)
     state = replace(
         state,
         step=state.step + 1,
@@ -85,16 +85,24 @@ def gradient(
     sums, grads = {}, {}
     for batch in batches:
         (_, metrics), grads = run_loss(params, batch, count=count, into=grads)
-        sums = model.add(sums, tree_map(lambda part: part.to(widest(setup.device)), metrics))
+        sums = model.add(sums, tree_map(lambda part: widened(part, setup.device), metrics))
     return everywhere(sums, setup.comm), grads
 
 
+def widened(part: Tensor, device: str) -> Tensor:
+    """A part of a sum in the dtype in which it is added up; numbers of tokens stay whole."""
+    return part.to(widest(device)) if part.is_floating_point() else part
+
+
 def everywhere(sums: Mapping[str, Any], comm: Comm) -> dict[str, Any]:
-    """A tree of sums added up over all ranks, in one exchange."""
+    """A tree of sums added up over all ranks, in one exchange for each dtype."""
     flat = flatten(sums)
-    total = comm.sum(torch.cat([part.flatten() for part in flat.values()]))
-    parts = total.split([part.numel() for part in flat.values()])
-    return unflatten({path: part.view(flat[path].shape) for path, part in zip(flat, parts, strict=True)})
+    for dtype in dict.fromkeys(part.dtype for part in flat.values()):
+        same = {path: part for path, part in flat.items() if part.dtype == dtype}
+        total = comm.sum(torch.cat([part.flatten() for part in same.values()]))
+        parts = total.split([part.numel() for part in same.values()])
+        flat |= {path: part.view(same[path].shape) for path, part in zip(same, parts, strict=True)}
+    return unflatten(flat)
 
 
 def averages(sums: Mapping[str, Any], count: Mapping[str, float]) -> dict[str, float]:
@@ -109,16 +117,17 @@ def averages(sums: Mapping[str, Any], count: Mapping[str, float]) -> dict[str, f
     loads = [load for _, load in leaves(sums.get("load", {}))]
     if not loads:
         return parts
-    most = max(float(load.max() / load.mean().clamp(min=1e-30)) for load in loads)
+    most = max(float(load.max() / (load.sum() / len(load)).clamp(min=1e-30)) for load in loads)
     return parts | {"load_max": most, "dead_experts": int(sum((load == 0).sum() for load in loads))}
 
 
-def balance(params: Mapping[str, Any], loads: Mapping[str, Tensor], rate: float) -> None:
-    """Move the bias of each router towards an even load of its experts, once a step."""
+def balance(params: Mapping[str, Any], loads: Mapping[str, Tensor], rate: float, trained: Collection[str]) -> None:
+    """Move the bias of each router that learns towards an even load of its experts, once a step."""
     flat = flatten(params)
     for path, load in leaves(loads):
-        bias = mesh.local_part(flat[f"{path}.ffn.router_bias"])
-        bias.copy_(balanced(bias, load, rate))
+        if f"{path}.ffn.router" in trained:
+            bias = mesh.local_part(flat[f"{path}.ffn.router_bias"])
+            bias.copy_(balanced(bias, load, rate))
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from pool import Pool
-from tiny import distance, random_params, tiny
+from tiny import GLM5, distance, random_params, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs import LAYOUTS
@@ -17,9 +17,9 @@ from glm5fn.data import Data, Samples
 from glm5fn.losses import counts, loss
 from glm5fn.model import model_specs
 from glm5fn.optim import grad_norm, init_moments
-from glm5fn.settings import DataConfig, MeshConfig, OptimConfig, RunConfig, dump
+from glm5fn.settings import DataConfig, IndexerConfig, MeshConfig, MTPConfig, OptimConfig, RouterConfig, RunConfig, dump
 from glm5fn.spec import trained
-from glm5fn.tree import tree_map
+from glm5fn.tree import tree_map, unflatten
 
 F64 = torch.float64
 GRIDS = {
@@ -41,6 +41,16 @@ def samples(counts, steps=41, seed=5):
 
 
 ROWS = samples((1, 5, 17, 40))
+SMALL = {"n_routed_experts": 8, "num_hidden_layers": 2, "index_topk_freq": 1, "indexer_types": ("full", "shared")}
+# A model with all there is, and every term of the loss.
+ALL = {
+    "model": tiny(**GLM5 | SMALL),
+    "indexer": IndexerConfig(stage="sparse", coef=0.7, teacher="served"),
+    "router": RouterConfig(bias_rate=0.01, balance_coef=0.2, z_coef=0.05),
+    "mtp": MTPConfig(coef=0.4),
+}
+MODELS = {"dense": {}, "all": ALL}
+CELLS = [*(("dense", name) for name in GRIDS), ("all", "replicate 2 x shard 2")]
 
 
 def make(grid, micro=1, optimizer="sgd", rows=ROWS, model=None, dtype=F64, **settings):
@@ -66,7 +76,7 @@ def make(grid, micro=1, optimizer="sgd", rows=ROWS, model=None, dtype=F64, **set
         comm=comm,
         specs=model_specs(cfg),
         trained=tuple(trained(model_specs(cfg), config.indexer.stage)),
-        loss=partial(loss, cfg=cfg, comm=comm, recompute=config.recompute == "layer"),
+        loss=partial(loss, cfg=cfg, comm=comm, terms=config.terms, recompute=config.recompute == "layer"),
     )
     whole = flatten(random_params(cfg, dtype=dtype))
 
@@ -74,66 +84,88 @@ def make(grid, micro=1, optimizer="sgd", rows=ROWS, model=None, dtype=F64, **set
         return whole[path][tuple(slice(start, start + size) for start, size in region)].clone()
 
     params = mesh.place(model_specs(cfg), cfg.dims, device_mesh, config.layout, read)
-    return setup, State(params=params, moments=init_moments(params, config.optim))
+    learning = unflatten({path: flatten(params)[path] for path in setup.trained})
+    return setup, State(params=params, moments=init_moments(learning, config.optim))
 
 
 def gathered(tree):
     return tree_map(mesh.whole_tensor, tree)
 
 
-def first_gradient(grid, micro, layers):
-    setup, state = make(grid, micro, model=tiny(num_hidden_layers=layers))
+def first_gradient(grid, micro, settings):
+    setup, state = make(grid, micro, **settings)
     batches = step.micro_batches(setup.data, 0, setup.run.data, mesh.rank(), mesh.world())
-    count = {"labels": int(setup.comm.sum(sum(counts(batch, setup.run.model)["labels"] for batch in batches)))}
+    own = [counts(batch, setup.run.model) for batch in batches]
+    count = {name: int(setup.comm.sum(sum(part[name] for part in own))) for name in own[0]}
     _, grads = step.gradient(setup, state.params, batches, count)
     return gathered(grads) | {"all of it": grad_norm(grads, setup.comm)}
 
 
 def three_steps(grid, *args, **settings):
+    """The records, parameters and first moments; moments are there for what learns alone."""
     setup, state = make(grid, *args, **settings)
     records = []
     for _ in range(3):
         state, record = step.step(setup, state, stop=False)
-        records.append((record["loss"], record["grad_norm"], record["skipped"]))
+        records.append(record)
     return records, gathered(state.params), gathered(state.moments.get("mean", {}))
+
+
+def assert_near(record, other, tolerance):
+    """Two records of a step, whose gradient norms are rounded to fp32."""
+    assert record.keys() == other.keys()
+    for name, value in record.items():
+        limit = max(tolerance, 2e-7) if name == "grad_norm" else tolerance
+        assert math.isclose(value, other[name], rel_tol=limit), (name, value, other[name])
 
 
 def run_three_steps(grid, settings):
     return three_steps(grid, **settings)
 
 
-@pytest.mark.parametrize(("name", "micro", "layers"), [*((name, 1, 2) for name in GRIDS), ("shard 2", 4, 11)])
-def test_every_gradient_and_the_norm_equal_those_of_one_process(name, micro, layers, pools):
-    expected = first_gradient(MeshConfig(), micro, layers)
-    for found in pools(GRIDS[name].world)(first_gradient, GRIDS[name], 1, layers):
+@pytest.mark.parametrize(("model", "grid", "micro"), [*((*cell, 1) for cell in CELLS), ("deep", "shard 2", 4)])
+def test_every_gradient_and_the_norm_equal_those_of_one_process(model, grid, micro, pools):
+    settings = {"model": tiny(num_hidden_layers=11)} if model == "deep" else MODELS[model]
+    expected = first_gradient(MeshConfig(), micro, settings)
+    for found in pools(GRIDS[grid].world)(first_gradient, GRIDS[grid], 1, settings):
         assert distance(found, expected) < 1e-12
     parts = [leaf.square().sum() for path, leaf in flatten(expected).items() if path != "all of it"]
+    assert all(parts)
     torch.testing.assert_close(expected["all of it"], torch.stack(parts).sum().sqrt(), rtol=1e-12, atol=0)
 
 
-@EACH_GRID
-@pytest.mark.parametrize(("optimizer", "recompute"), [("sgd", "none"), ("adamw", "layer")])
-def test_three_clipped_steps_equal_those_of_one_process(grid, optimizer, recompute, pools):
-    records, params, means = three_steps(MeshConfig(), 4, optimizer)
-    assert all(norm > 0.1 for _, norm, _ in records)  # so clipping is active
-    settings = {"optimizer": optimizer, "recompute": recompute}
+STEPS = [(*cell, *how) for cell in CELLS for how in (("sgd", "none"), ("adamw", "layer"))]
+STEPS[-2:] = [("all", "shard 2", "sgd", "none"), ("all", "replicate 2 x shard 2", "adamw", "layer")]
+
+
+@pytest.mark.parametrize(("model", "grid", "optimizer", "recompute"), STEPS)
+def test_three_clipped_steps_equal_those_of_one_process(model, grid, optimizer, recompute, pools):
+    grid = GRIDS[grid]
+    records, params, means = three_steps(MeshConfig(), 4, optimizer, **MODELS[model])
+    assert all(record["grad_norm"] > 0.1 for record in records)  # so clipping is active
+    terms = {"mtp_1", "mtp_2", "kl", "balance", "z", "load_max", "dead_experts"}
+    assert terms <= records[0].keys() or model == "dense"
+    settings = {"optimizer": optimizer, "recompute": recompute, **MODELS[model]}
     for found, found_params, found_means in pools(grid.world)(run_three_steps, grid, settings):
         for one, other in zip(found, records, strict=True):
-            assert all(math.isclose(a, b, rel_tol=2e-7) for a, b in zip(one, other, strict=True))  # rounded to fp32
+            assert_near(one, other, 1e-12)
         assert distance(found_params, params) < 1e-12
+        for path, leaf in flatten(found_params).items():
+            assert "router_bias" not in path or torch.equal(leaf, flatten(params)[path])
         assert not means or distance(found_means, means) < 1e-11
 
 
-@EACH_GRID
-@pytest.mark.parametrize(("precision", "tied"), [("fp32", False), ("bf16", True)], ids=["fp32", "bf16, tied"])
-def test_deterministic_steps_equal_those_of_one_process_to_the_bit(grid, precision, tied, pools):
-    settings = {
-        "optimizer": "adamw",
-        "precision": precision,
-        "dtype": torch.float32,
-        "deterministic": True,
-        "model": tiny(tie_word_embeddings=tied, hidden_size=42),
-    }
+BITWISE = {
+    "fp32": {"precision": "fp32", "model": tiny(hidden_size=42)},
+    "bf16, tied": {"precision": "bf16", "model": tiny(hidden_size=42, tie_word_embeddings=True)},
+    "bf16, all": {"precision": "bf16", **ALL},
+}
+BITWISE_CELLS = [(name, grid) for name in ("fp32", "bf16, tied") for grid in GRIDS] + [("bf16, all", "shard 2")]
+
+
+@pytest.mark.parametrize(("name", "grid"), BITWISE_CELLS)
+def test_deterministic_steps_equal_those_of_one_process_to_the_bit(name, grid, pools):
+    grid, settings = GRIDS[grid], {"optimizer": "adamw", "dtype": torch.float32, "deterministic": True, **BITWISE[name]}
     records, params, means = three_steps(MeshConfig(), **settings)
     for found, found_params, found_means in pools(grid.world)(run_three_steps, grid, settings):
         assert found == records
@@ -145,7 +177,7 @@ def test_deterministic_steps_equal_those_of_one_process_to_the_bit(grid, precisi
 def test_by_default_fp32_steps_differ_by_rounding_alone(grid, pools):
     records, params, _ = three_steps(MeshConfig(), dtype=torch.float32)
     for found, found_params, _ in pools(grid.world)(run_three_steps, grid, {"dtype": torch.float32}):
-        assert all(abs(one[0] - other[0]) < 2e-6 for one, other in zip(found, records, strict=True))
+        assert all(abs(one["loss"] - other["loss"]) < 2e-6 for one, other in zip(found, records, strict=True))
         assert distance(found_params, params) < 1e-6
 
 
@@ -153,19 +185,19 @@ def test_a_rank_whose_rows_have_no_label_changes_nothing(pools):
     rows = samples((0, 5, 0, 40))
     expected = three_steps(MeshConfig(), rows=rows)
     for found in pools(4)(run_three_steps, MeshConfig(dp_shard=4), {"rows": rows}):
-        assert [record[2] for record in found[0]] == [0, 0, 0]
+        assert [record["skipped"] for record in found[0]] == [0, 0, 0]
         assert distance(found[1], expected[1]) < 1e-12
 
 
 def test_a_step_without_any_label_is_skipped_by_all_ranks(pools):
     for found in pools(2)(run_three_steps, MeshConfig(dp_shard=2), {"rows": samples((0, 0, 0, 0))}):
-        assert [record[2] for record in found[0]] == [1, 2, 3]
+        assert [record["skipped"] for record in found[0]] == [1, 2, 3]
         assert distance(found[1], random_params(tiny(), dtype=F64)) == 0
 
 
-def poisoned_step(grid):
+def poisoned_step(grid, settings):
     """A step in which the last rank alone meets a gradient that is not finite."""
-    setup, state = make(grid, optimizer="adamw")
+    setup, state = make(grid, optimizer="adamw", **settings)
 
     def poison(params, batch, **settings):
         value, metrics = setup.loss(params, batch, **settings)
@@ -177,9 +209,10 @@ def poisoned_step(grid):
     return record["skipped"], distance(gathered(state.params), before), updates, state.step
 
 
-@EACH_GRID
-def test_one_gradient_that_is_not_finite_skips_the_step_on_all_ranks(grid, pools):
-    assert pools(grid.world)(poisoned_step, grid) == [(1, 0.0, {0}, 1)] * grid.world
+@pytest.mark.parametrize(("model", "grid"), [*CELLS[:4], ("all", "shard 2")])
+def test_one_gradient_that_is_not_finite_skips_the_step_on_all_ranks(model, grid, pools):
+    world = GRIDS[grid].world
+    assert pools(world)(poisoned_step, GRIDS[grid], MODELS[model]) == [(1, 0.0, {0}, 1)] * world
 
 
 def asked_to_stop(grid):

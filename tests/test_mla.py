@@ -11,6 +11,7 @@ from glm5fn import attn_dsa, attn_mla, flatten
 from glm5fn.dsa import Selected, make_index
 from glm5fn.grad import value_and_grad
 from glm5fn.kernels import REFERENCE, TORCH
+from glm5fn.kernels.reference import index_scores
 from glm5fn.mla import project
 from glm5fn.tree import unflatten
 
@@ -109,6 +110,17 @@ def test_the_expanded_and_the_absorbed_form_have_equal_gradients(params):
 
     one, other = (value_and_grad(function)(params, absorbed)[1] for absorbed in (False, True))
     assert distance(one, other) < 1e-10 and any(leaf.any() for leaf in flatten(one).values())
+
+
+def test_the_index_scores_equal_the_equations(params):
+    x = states() * 0.02  # so small that the norms' eps count
+    params = params | {"q_a_norm": torch.linspace(0.2, 3.0, 10, dtype=F64)}
+    latents = project(params, x, None, THETA, EPS, TORCH)
+    scores = index_scores(*make_index(params["indexer"], x, latents.q_latent, None, 4, THETA, TORCH))
+    for b in range(2):
+        for s in range(STEPS):
+            wanted = torch.tensor(index_loop(params, x, b, s, range(s + 1)), dtype=F64)
+            torch.testing.assert_close(scores[b, s, : s + 1], wanted, rtol=1e-10, atol=1e-12)
 
 
 @EACH_SEGMENTS

@@ -2,30 +2,67 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..ops import upcast
 from .dsa_select import held
 
+# While there are at most so many times the selected keys, a chunk of queries meets all of them in one product; then
+# each query meets its own, which are gathered. A large product costs less than many small ones of fewer FLOPs.
+WHOLE = 4
 
-def gathered(
-    keys: Float[Tensor, "b t e"], chosen: Int[Tensor, "b s g"]
-) -> Iterator[tuple[slice, Int[Tensor, "n g"], Tensor, Float[Tensor, "n g e"]]]:
-    """For each chunk of queries: its range, the rows of its latents among all, the empty slots, the latents."""
-    rows, steps, _ = keys.shape
-    flat = upcast(keys).flatten(0, 1)
-    first = (torch.arange(rows, device=keys.device) * steps).repeat_interleave(chosen.shape[1])[:, None]
-    selected = chosen.flatten(0, 1)
-    size = max(1, held(keys.device) // (selected.shape[1] * keys.shape[2]))
-    for low in range(0, len(selected), size):
-        part = slice(low, low + size)
-        empty = selected[part] < 0
-        index = selected[part].clamp(min=0) + first[part]
-        yield part, index, empty, flat.index_select(0, index.flatten()).view(*index.shape, -1)
+
+class Chunk(NamedTuple):
+    """Queries of one row, and the keys that they meet: those at `index`, for each its own, or the first ones, for all.
+
+    empty: the keys that a query meets but did not select.
+    """
+
+    row: int
+    queries: slice
+    index: Int[Tensor, "n*g"] | None
+    empty: Bool[Tensor, "n g"]
+
+    def of(self, x: Float[Tensor, "b s *x"]) -> Float[Tensor, "n *x"]:
+        """Its queries' part of a tensor, in at least fp32."""
+        return upcast(x[self.row, self.queries])
+
+    def met(self, keys: Float[Tensor, "b t e"]) -> Float[Tensor, "n g e"] | Float[Tensor, "g e"]:
+        """The keys that it meets, in at least fp32."""
+        if self.index is None:
+            return upcast(keys[self.row, : self.empty.shape[1]])
+        return upcast(keys[self.row].index_select(0, self.index)).view(*self.empty.shape, -1)
+
+    def add(self, total: Float[Tensor, "b t e"], left: Float[Tensor, "n h g"], right: Float[Tensor, "n h e"]) -> None:
+        """Add to each key what it gets of its queries: its weights in `left` by `right`."""
+        if self.index is None:
+            total[self.row, : self.empty.shape[1]].addmm_(left.flatten(0, 1).mT, right.flatten(0, 1))
+        else:
+            total[self.row].index_add_(0, self.index, torch.bmm(left.mT, right).flatten(0, 1))
+
+
+def chunks_of(chosen: Int[Tensor, "b s g"], heads: int, dim: int) -> Iterator[Chunk]:
+    """All queries in chunks, of which each works on about as many numbers as the device should hold."""
+    most, slots = held(chosen.device), chosen.shape[2]
+    for row in range(chosen.shape[0]):
+        low = 0
+        while low < chosen.shape[1]:
+            each = slots * dim if low >= WHOLE * slots else 2 * heads * max(low, slots)
+            high = min(low + max(1, min(most // each, low + 16)), chosen.shape[1])
+            own = chosen[row, low:high]
+            reach = int(own.max()) + 1
+            if reach <= WHOLE * slots:
+                empty = torch.ones(high - low, reach + 1, dtype=torch.bool, device=chosen.device)
+                empty = empty.scatter_(1, own.long() % (reach + 1), False)[:, :reach]
+                yield Chunk(row, slice(low, high), None, empty)
+            else:
+                yield Chunk(row, slice(low, high), own.clamp(min=0).flatten(), own < 0)
+            low = high
 
 
 def softmax_of(q: Float[Tensor, "n h e"], latents: Float[Tensor, "n g e"], empty: Tensor, scale: float) -> Tensor:
@@ -42,9 +79,10 @@ torch.library.define("glm5fn::sparse_attention_back", f"(Tensor grad, {INPUTS}, 
 
 def attend(q: Tensor, keys: Tensor, chosen: Tensor, rank: int, scale: float) -> Tensor:
     y = q.new_empty(*q.shape[:3], rank)
-    queries, out = q.flatten(0, 1), y.flatten(0, 1)
-    for part, _, empty, latents in gathered(keys, chosen):
-        out[part] = torch.bmm(softmax_of(upcast(queries[part]), latents, empty, scale), latents[..., :rank])
+    for chunk in chunks_of(chosen, *q.shape[2:]):
+        latents = chunk.met(keys)
+        weights = softmax_of(chunk.of(q), latents, chunk.empty, scale)
+        y[chunk.row, chunk.queries] = torch.matmul(weights, latents[..., :rank])
     return y
 
 
@@ -59,16 +97,15 @@ def _(q: Tensor, keys: Tensor, chosen: Tensor, rank: int, scale: float) -> Tenso
 def attend_back(grad: Tensor, q: Tensor, keys: Tensor, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     rank = grad.shape[-1]
     q_grad, keys_grad = torch.empty_like(q), torch.zeros_like(upcast(keys))
-    slopes, queries, out, total = grad.flatten(0, 1), q.flatten(0, 1), q_grad.flatten(0, 1), keys_grad.flatten(0, 1)
-    for part, index, empty, latents in gathered(keys, chosen):
-        query, slope = upcast(queries[part]), upcast(slopes[part])
-        weights = softmax_of(query, latents, empty, scale)
-        pull = torch.bmm(slope, latents[..., :rank].mT)
+    for chunk in chunks_of(chosen, *q.shape[2:]):
+        query, slope, latents = chunk.of(q), chunk.of(grad), chunk.met(keys)
+        weights = softmax_of(query, latents, chunk.empty, scale)
+        pull = torch.matmul(slope, latents[..., :rank].mT)
         pull = weights * (pull - (pull * weights).sum(-1, keepdim=True)) * scale
-        out[part] = torch.bmm(pull, latents)
-        wide = torch.bmm(pull.mT, query)
-        wide[..., :rank].baddbmm_(weights.mT, slope)
-        total.index_add_(0, index.flatten(), wide.flatten(0, 1))
+        q_grad[chunk.row, chunk.queries] = torch.matmul(pull, latents)
+        # What a latent gets as a key and as a value, in one product: short ones cost more than their FLOPs.
+        slope = F.pad(slope, (0, query.shape[-1] - rank))
+        chunk.add(keys_grad, torch.cat((pull, weights), 1), torch.cat((query, slope), 1))
     return q_grad, keys_grad.type_as(keys)
 
 

@@ -1,7 +1,7 @@
 """What the indexer learns from, a chunk of queries at a time: its gradients are made on the way to the value."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..ops import upcast
-from .dsa_attention import softmax_of
+from .dsa_attention import Chunk, chunks_of, softmax_of
 from .dsa_select import allowed, chunks, held
 
 torch.library.define(
@@ -31,44 +31,29 @@ def loss_and_grads(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, and its gradients by q, k and weights."""
-    rows, steps, heads, dim = q.shape
+    heads, dim = q.shape[2:]
     factor = 1 / math.sqrt(heads * dim)
     total = upcast(q).new_zeros(())
     q_grad, k_grad, weights_grad = (torch.zeros_like(upcast(x)) for x in (q, k, weights))
-    wide, most = max(heads, queries[0].shape[2]), held(q.device)
-    for row in range(rows):
-        ranges = chunks(steps, wide, most)
-        if chosen is not None:
-            size = max(1, most // (chosen.shape[2] * max(keys[0].shape[2], wide)))
-            ranges = [(low, min(low + size, steps)) for low in range(0, steps, size)]
-        for low, high in ranges:
-            part = (row, slice(low, high))
-            if chosen is None:
-                index = None
-                empty = ~allowed(None if segments is None else segments[row], low, high, q.device)
-            else:
-                index, empty = chosen[part].clamp(min=0).flatten(), chosen[part] < 0
-            target = torch.zeros_like(empty, dtype=total.dtype)
-            for query, key in zip(queries, keys, strict=True):
-                shares = softmax_of(upcast(query[part]), met(key[row], index, empty), empty, scale).sum(1)
-                target += shares.div_(shares.sum(-1, keepdim=True)).div_(len(queries))
-            query, weight, key = upcast(q[part]), upcast(weights[part]), met(k[row], index, empty)
-            active = torch.matmul(query, key.mT).relu_()
-            scores = torch.bmm(weight[:, None], active)[:, 0].mul_(factor)
-            logs = scores.masked_fill_(empty, -math.inf).log_softmax(-1)
-            gap = torch.xlogy(target, target) - target * logs.masked_fill(empty, 0.0)
-            slope = (logs.exp() - target).mul_(factor)
-            if real is not None:
-                unreal = ~real[part][:, None]
-                gap, slope = gap.masked_fill_(unreal, 0.0), slope.masked_fill_(unreal, 0.0)
-            total += gap.sum()
-            weights_grad[part] = torch.bmm(active, slope[..., None])[..., 0]
-            pull = (active > 0) * slope[:, None] * weight[..., None]
-            q_grad[part] = torch.matmul(pull, key)
-            if index is None:
-                k_grad[row, :high] += torch.matmul(pull.flatten(0, 1).mT, query.flatten(0, 1))
-            else:
-                k_grad[row].index_add_(0, index, torch.bmm(pull.mT, query).flatten(0, 1))
+    for chunk in meetings(chosen, segments, q, max(heads, queries[0].shape[2]), keys[0].shape[2]):
+        target = torch.zeros_like(chunk.empty, dtype=total.dtype)
+        for query, key in zip(queries, keys, strict=True):
+            shares = softmax_of(chunk.of(query), chunk.met(key), chunk.empty, scale).sum(1)
+            target += shares.div_(shares.sum(-1, keepdim=True)).div_(len(queries))
+        query, weight, key = chunk.of(q), chunk.of(weights), chunk.met(k)
+        active = torch.matmul(query, key.mT).relu_()
+        scores = torch.bmm(weight[:, None], active)[:, 0].mul_(factor)
+        logs = scores.masked_fill_(chunk.empty, -math.inf).log_softmax(-1)
+        gap = torch.xlogy(target, target) - target * logs.masked_fill(chunk.empty, 0.0)
+        slope = (logs.exp() - target).mul_(factor)
+        if real is not None:
+            unreal = ~real[chunk.row, chunk.queries][:, None]
+            gap, slope = gap.masked_fill_(unreal, 0.0), slope.masked_fill_(unreal, 0.0)
+        total += gap.sum()
+        weights_grad[chunk.row, chunk.queries] = torch.bmm(active, slope[..., None])[..., 0]
+        pull = (active > 0) * slope[:, None] * weight[..., None]
+        q_grad[chunk.row, chunk.queries] = torch.matmul(pull, key)
+        chunk.add(k_grad, pull, query)
     return total, q_grad.type_as(q), k_grad.type_as(k), weights_grad.type_as(weights)
 
 
@@ -80,13 +65,15 @@ def _(queries: Any, keys: Any, q: Tensor, k: Tensor, weights: Tensor, *_: Any) -
     return upcast(q).new_empty(()), torch.empty_like(q), torch.empty_like(k), torch.empty_like(weights)
 
 
-def met(
-    keys: Float[Tensor, "t e"], index: Int[Tensor, "n*g"] | None, empty: Bool[Tensor, "n g"]
-) -> Float[Tensor, "n g e"] | Float[Tensor, "g e"]:
-    """The keys that each query of a chunk meets: those selected, or the first ones, the same for all."""
-    if index is None:
-        return upcast(keys[: empty.shape[1]])
-    return upcast(keys.index_select(0, index)).view(*empty.shape, -1)
+def meetings(chosen: Tensor | None, segments: Tensor | None, q: Tensor, heads: int, dim: int) -> Iterator[Chunk]:
+    """Chunks of queries that meet their selected keys, or all that they may."""
+    if chosen is not None:
+        yield from chunks_of(chosen, heads, max(dim, heads))
+        return
+    for row in range(q.shape[0]):
+        documents = None if segments is None else segments[row]
+        for low, high in chunks(q.shape[1], heads, held(q.device)):
+            yield Chunk(row, slice(low, high), None, ~allowed(documents, low, high, q.device))
 
 
 class IndexLoss(torch.autograd.Function):

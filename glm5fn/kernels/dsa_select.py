@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..ops import upcast
 
-HELD = {"cpu": 1 << 18}  # numbers that a chunk of queries works on, by device: on a CPU as many as its cache holds
+HELD = {"cpu": 1 << 19}  # numbers that a chunk of queries works on, by device: on a CPU as many as its cache holds
 
 
 # An operator of torch's, since its steps depend on the scores and can be neither compiled nor run on meta tensors.

@@ -125,13 +125,19 @@ def attention(
     segments: Int[Tensor, "b s"] | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "b h s u"]:
-    """As `reference.attention`, by torch's fused attention; documents cost a mask of s x s booleans a row."""
+    """As `reference.attention`, by torch's fused attention; documents cost a mask of s x s booleans a row.
+
+    The fused kernels want keys and values of one width, so the narrower ones get columns of zeros.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    width, wanted = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    q, k, v = (part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1])) for part in (q, k, v))
     if segments is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    steps = q.shape[2]
-    allowed = torch.ones(steps, steps, dtype=torch.bool, device=q.device).tril()
-    allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    else:
+        allowed = reference.allowed_keys(segments, q.shape[2], q.device)[:, None]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)
+    return y[..., :wanted]
 
 
 class TokenLoss(torch.autograd.Function):

@@ -49,6 +49,12 @@ def rope(
     return torch.cat((turned, passed), -1) if passed.shape[-1] else turned
 
 
+def allowed_keys(segments: Int[Tensor, "b s"] | None, steps: int, device: torch.device) -> Bool[Tensor, "b s t"]:
+    """The keys at or before each query, in its own segment; one row for all without segments."""
+    causal = torch.ones(steps, steps, dtype=torch.bool, device=device).tril()[None]
+    return causal if segments is None else causal & (segments[:, :, None] == segments[:, None])
+
+
 def attention(
     q: Float[Tensor, "b h s k"],
     k: Float[Tensor, "b n t k"],
@@ -59,10 +65,8 @@ def attention(
     """Each query attends to the keys of its own segment that stand at or before it."""
     groups, steps = q.shape[1] // k.shape[1], q.shape[2]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = upcast(q @ k.mT) * (scale or 1 / math.sqrt(q.shape[-1]))
-    allowed = torch.ones(steps, steps, dtype=torch.bool, device=q.device).tril()
-    if segments is not None:
-        allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
+    scores = upcast(q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    allowed = allowed_keys(segments, steps, q.device)[:, None]
     return scores.masked_fill(~allowed, -math.inf).softmax(-1).type_as(v) @ v
 
 
@@ -86,12 +90,6 @@ def experts(
         share = (weights * (chosen == e)).sum(-1, keepdim=True)
         total = total + share * linear(swiglu(linear(x, first.flatten(0, 1))), second)
     return total.type_as(x)
-
-
-def allowed_keys(segments: Int[Tensor, "b s"] | None, steps: int, device: torch.device) -> Bool[Tensor, "b s t"]:
-    """The keys at or before each query, in its own segment; one row for all without segments."""
-    causal = torch.ones(steps, steps, dtype=torch.bool, device=device).tril()[None]
-    return causal if segments is None else causal & (segments[:, :, None] == segments[:, None])
 
 
 def index_scores(
