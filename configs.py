@@ -281,9 +281,13 @@ RUNS = {
         DENSE_HALF_B,
         replace(DENSE_HALF_B, name="dense-0.5b-dp2", mesh=MeshConfig(dp_shard=2)),
         *(replace(MOE_TINY, name=name, model=MODELS[name]) for name in ("moe-tiny", "mla-tiny")),
-        *(
-            replace(MOE_TINY, name=name, model=MODELS[name], indexer=SPARSE)
-            for name in ("dsa-tiny", "mtp-tiny", "glm5-tiny")
+        *(replace(MOE_TINY, name=name, model=MODELS[name], indexer=SPARSE) for name in ("dsa-tiny", "mtp-tiny")),
+        replace(
+            MOE_TINY,
+            name="glm5-tiny",
+            model=MODELS["glm5-tiny"],
+            indexer=SPARSE,
+            data=DataConfig(seq_len=128, global_batch=8, micro_batch=8),
         ),
         replace(
             MOE_TINY, name="dsa-warmup-tiny", model=MODELS["dsa-tiny"], indexer=IndexerConfig(stage="dense-warmup")

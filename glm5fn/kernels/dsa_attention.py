@@ -47,7 +47,10 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(chosen: Int[Tensor, "b s g"], heads: int, dim: int) -> Iterator[Chunk]:
-    """All queries in chunks, of which each works on about as many numbers as the device should hold."""
+    """All queries in chunks, of which each works on about as many numbers as the device should hold.
+
+    How they are cut depends on no number, so that a query's result depends on nothing but its own keys, to the bit.
+    """
     most, slots = held(chosen.device), chosen.shape[2]
     for row in range(chosen.shape[0]):
         low = 0
@@ -55,10 +58,9 @@ def chunks_of(chosen: Int[Tensor, "b s g"], heads: int, dim: int) -> Iterator[Ch
             each = slots * dim if low >= WHOLE * slots else 2 * heads * max(low, slots)
             high = min(low + max(1, min(most // each, low + 16)), chosen.shape[1])
             own = chosen[row, low:high]
-            reach = int(own.max()) + 1
-            if reach <= WHOLE * slots:
-                empty = torch.ones(high - low, reach + 1, dtype=torch.bool, device=chosen.device)
-                empty = empty.scatter_(1, own.long() % (reach + 1), False)[:, :reach]
+            if high <= WHOLE * slots:
+                empty = torch.ones(high - low, high + 1, dtype=torch.bool, device=chosen.device)
+                empty = empty.scatter_(1, own.long() % (high + 1), False)[:, :high]
                 yield Chunk(row, slice(low, high), None, empty)
             else:
                 yield Chunk(row, slice(low, high), own.clamp(min=0).flatten(), own < 0)
