@@ -46,8 +46,8 @@ FLAGS = [
 
 STAGES = (  # each with the step where it ends
     ("frozen", 250, ["--model.index-topk", str(LENGTH)]),  # so that all is trained on all keys, but for the indexers
-    ("dense-warmup", 370, ["--optim.lr", "1e-3"]),
-    ("sparse", 520, ["--optim.lr", "1e-3"]),
+    ("dense-warmup", 300, ["--optim.lr", "1e-3"]),
+    ("sparse", 400, ["--optim.lr", "1e-3"]),
 )
 
 
