@@ -246,7 +246,7 @@ DENSE_HALF_B = RunConfig(
     precision="bf16",
     recompute="layer",
 )
-SPARSE = IndexerConfig(stage="sparse")
+WARMUP, SPARSE = IndexerConfig(stage="dense-warmup"), IndexerConfig(stage="sparse")
 GLM5_RUN = RunConfig(
     name="glm5-744b",
     model=MODELS["glm5-744b"],
@@ -289,9 +289,7 @@ RUNS = {
             indexer=SPARSE,
             data=DataConfig(seq_len=128, global_batch=8, micro_batch=8),
         ),
-        replace(
-            MOE_TINY, name="dsa-warmup-tiny", model=MODELS["dsa-tiny"], indexer=IndexerConfig(stage="dense-warmup")
-        ),
+        replace(MOE_TINY, name="dsa-warmup-tiny", model=MODELS["dsa-tiny"], indexer=WARMUP),
         *(replace(DENSE_HALF_B, name=name, model=MODELS[name]) for name in ("moe-0.5b", "mla-0.5b")),
         *(replace(DENSE_HALF_B, name=name, model=MODELS[name], indexer=SPARSE) for name in ("dsa-0.5b", "mtp-0.5b")),
         GLM4,
