@@ -9,6 +9,15 @@ from pool import Pool
 from training import train
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="where the tests against transformers run: cpu, cuda or npu")
+
+
+@pytest.fixture
+def device(request):
+    return request.config.getoption("--device")
+
+
 @pytest.fixture
 def two_threads():
     """Two threads, where a race of two would show."""

@@ -104,16 +104,18 @@ def gradient_of(oracle, keys):
 
 @pytest.mark.filterwarnings("ignore:.*num_nextn_predict_layers is 1")
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_every_gradient_equal_those_of_transformers(variant, tmp_path):
+def test_logits_and_every_gradient_equal_those_of_transformers(variant, tmp_path, device):
     kind, config, settings = VARIANTS[variant]
     oracle = kind(config(**settings)).eval()
     randomize(oracle)
     oracle.save_pretrained(tmp_path)
-    cfg, params = load(tmp_path)
+    oracle = oracle.to(device)
+    cfg, params = load(tmp_path, device=device)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 96, (2, 17), generator=generator)
     targets = torch.randint(0, 96, (2, 17), generator=generator)
     targets[0, 3:6] = -100
+    tokens, targets = tokens.to(device), targets.to(device)
 
     logits = oracle(tokens).logits
     ours = forward(params, tokens, cfg)

@@ -109,20 +109,23 @@ def written_gradients(oracle, directory):
     text = (directory / "config.json").read_text()
     oracle.save_pretrained(directory)
     (directory / "config.json").write_text(text)
-    return load(directory)[1]
+    return load(directory, device=oracle.device)[1]
 
 
 @pytest.mark.filterwarnings("ignore:.*num_nextn_predict_layers is 1")
 @pytest.mark.parametrize("changes, full", VARIANTS.values(), ids=VARIANTS)
-def test_logits_selected_keys_and_every_gradient_equal_those_of_transformers(changes, full, tmp_path, monkeypatch):
+def test_logits_selected_keys_and_every_gradient_equal_those_of_transformers(
+    changes, full, tmp_path, monkeypatch, device
+):
     monkeypatch.setattr(GlmMoeDsaIndexer, "forward", with_stable_topk(GlmMoeDsaIndexer.forward))
-    oracle = make_oracle(CFG_M | changes, tmp_path)
-    cfg, params = load(tmp_path)
+    oracle = make_oracle(CFG_M | changes, tmp_path).to(device)
+    cfg, params = load(tmp_path, device=device)
     assert [i for i, layer in params["layers"].items() if "indexer" in layer["attn"]] == [str(i) for i in full]
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 96, (2, STEPS), generator=generator)  # without padding, which they give no gradient
     targets = torch.randint(0, 96, (2, STEPS), generator=generator)
     targets[0, 3:6] = -100
+    tokens, targets = tokens.to(device), targets.to(device)
 
     theirs, ours = [], []
     for module in oracle.modules():
@@ -137,11 +140,11 @@ def test_logits_selected_keys_and_every_gradient_equal_those_of_transformers(cha
     logits = oracle(tokens).logits
     found = forward(params, tokens, cfg, block=watched)
     assert (found - logits).abs().max() <= 1e-5 * logits.abs().max()
-    causal = torch.ones(STEPS, STEPS, dtype=torch.bool).tril()
+    causal = torch.ones(STEPS, STEPS, dtype=torch.bool, device=device).tril()
     for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         allowed = support(other, STEPS) & causal
         assert torch.equal(causal.expand(2, -1, -1) if one is None else support(one, STEPS), allowed), i
-        assert (allowed.sum(-1) == torch.arange(1, STEPS + 1).clamp(max=cfg.index_topk)).all()
+        assert (allowed.sum(-1) == torch.arange(1, STEPS + 1, device=device).clamp(max=cfg.index_topk)).all()
         assert i in full or one is ours[i - 1]
 
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
