@@ -178,8 +178,3 @@ def restart(segments: Int[Tensor, "b s"]) -> Int[Tensor, "b s"]:
     steps = torch.arange(segments.shape[-1], device=segments.device).expand_as(segments)
     fresh = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
     return steps - torch.where(fresh, steps, 0).cummax(-1).values
-
-
-def runs(segments: Int[Tensor, "b s"]) -> Int[Tensor, "b s"]:
-    """The number of the run of equal segment numbers, from 0 in each row, that a token stands in."""
-    return F.pad((segments[:, 1:] != segments[:, :-1]).cumsum(-1), (1, 0))

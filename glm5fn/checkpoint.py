@@ -22,7 +22,7 @@ from . import settings
 from .files import TensorFiles, aside, atomic_directory, contract, settle, write_tensors
 from .mesh import agree, place, rank, whole_tensor
 from .model import model_specs
-from .settings import CONFIG, RunConfig
+from .settings import CONFIG, MOMENTS, RunConfig
 from .spec import Param, Region, Specs, rows, shape, trained
 from .tree import flatten, unflatten
 
@@ -30,7 +30,6 @@ STATE = "state.json"
 # A kill while a step is saved again can leave the older save of it set aside: see `files.settle`.
 NAME = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.replaced")
 COUNTERS = ("step", "samples", "tokens", "skipped")
-MOMENTS = {"adamw": ("mean", "square"), "sgd": ()}
 SCALARS = "updates"  # the moments' tree of counters, alike on every rank
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .config import ModelConfig
 from .kernels import TORCH, Kernels
 from .mla import absorb, expanded, merge, nope_dim, project, query_latent, values
-from .ops import rope_angles, upcast
+from .ops import rotation, upcast
 from .spec import Param
 
 K_NORM_EPS = 1e-6
@@ -68,9 +68,7 @@ def make_index(
     kernels: Kernels,
 ) -> Index:
     """The indexer's queries, keys and head weights. RoPE turns adjacent pairs of the first `rotary` dims."""
-    if positions is None:
-        positions = torch.arange(x.shape[1], device=x.device)
-    cos, sin = rope_angles(positions, rotary, theta, torch.promote_types(x.dtype, torch.float32))
+    cos, sin = rotation(x, positions, rotary, theta)
     q = kernels.linear(q_latent, rearrange(params["q"], "i j q -> (i j) q"))
     q = kernels.rope(rearrange(q, "b s (i j) -> b s i j", j=params["q"].shape[1]), cos, sin, True)
     k = kernels.linear(x, params["k"])

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 
-import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from .config import ModelConfig
 from .kernels import TORCH, Kernels
-from .ops import rope_angles
+from .ops import rotation
 from .spec import Param
 
 
@@ -64,10 +63,7 @@ def attn_gqa(
     q, k, v = project("q"), project("k"), project("v")
     if "q_norm" in params:
         q, k = kernels.rms_norm(q, params["q_norm"], eps), kernels.rms_norm(k, params["k_norm"], eps)
-    if positions is None:
-        positions = torch.arange(x.shape[1], device=x.device)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = rope_angles(positions, head_dim if rotary_dim is None else rotary_dim, theta, wide)
+    cos, sin = rotation(x, positions, head_dim if rotary_dim is None else rotary_dim, theta)
     q, k = kernels.rope(q, cos, sin, interleaved), kernels.rope(k, cos, sin, interleaved)
     q, k, v = (rearrange(part, "b s h k -> b h s k") for part in (q, k, v))
     y = kernels.attention(q, k, v, segments)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .block import Documents, Params, runs
+from .block import Documents, Params, restart
 from .config import ModelConfig
 from .kernels.reference import IGNORE
 from .model import Engine, add, head_weight, trunk
@@ -30,8 +30,8 @@ def counts(batch: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Int[Tenso
     if segments is None:
         real, documents = torch.tensor(tokens.numel()), torch.tensor(len(tokens))
     else:
-        starts = torch.diff(runs(segments), prepend=torch.full_like(segments[:, :1], -1)) != 0
-        real, documents = (segments != 0).sum(), (starts & (segments != 0)).sum()
+        held = segments != 0
+        real, documents = held.sum(), (held & (restart(segments) == 0)).sum()
     further = {f"mtp_{d}": (targets_ahead(batch, d) != IGNORE).sum() for d in range(1, cfg.mtp_depths + 1)}
     labels = (batch["targets"] != IGNORE).sum()
     return {"labels": labels, "real": real.to(labels), "documents": documents.to(labels), **further}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .config import ModelConfig
 from .kernels import TORCH, Kernels
-from .ops import rope_angles
+from .ops import rotation
 from .spec import Param
 
 
@@ -59,9 +59,7 @@ def project(
 ) -> Latents:
     rank, heads = params["kv_a_norm"].shape[0], params["q_b"].shape[0]
     rotary = params["kv_a"].shape[0] - rank
-    if positions is None:
-        positions = torch.arange(x.shape[1], device=x.device)
-    cos, sin = rope_angles(positions, rotary, theta, torch.promote_types(x.dtype, torch.float32))
+    cos, sin = rotation(x, positions, rotary, theta)
     q_latent = query_latent(params, x, eps, kernels)
     q = kernels.linear(q_latent, rearrange(params["q_b"], "h k q -> (h k) q"))
     q = rearrange(q, "b s (h k) -> b s h k", h=heads)

@@ -10,6 +10,15 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def rotation(
+    x: Float[Tensor, "b s *x"], positions: Int[Tensor, "b s"] | None, rotary_dim: int, theta: float
+) -> tuple[Float[Tensor, "*b s r"], Float[Tensor, "*b s r"]]:
+    """The `rope_angles` of x's positions, 0, 1, ... when absent, in at least fp32."""
+    if positions is None:
+        positions = torch.arange(x.shape[1], device=x.device)
+    return rope_angles(positions, rotary_dim, theta, torch.promote_types(x.dtype, torch.float32))
+
+
 def rope_angles(
     positions: Int[Tensor, "*b s"], rotary_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "*b s r"], Float[Tensor, "*b s r"]]:

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 from .comm import Comm
 from .device import widest
 from .mesh import copies, local_part
-from .settings import OptimConfig
+from .settings import MOMENTS, OptimConfig
 from .spec import Specs, rows
 from .tree import flatten, leaves, tree_map
 
@@ -31,13 +31,10 @@ def learning_rate(cfg: OptimConfig, step: int) -> float:
 
 def init_moments(params: Mapping[str, Any], cfg: OptimConfig) -> dict[str, Any]:
     """AdamW's running means of what learns and, for each leaf, how many updates they hold; SGD has none."""
-    if cfg.name == "sgd":
-        return {}
-    return {
-        "mean": tree_map(torch.zeros_like, params),
-        "square": tree_map(torch.zeros_like, params),
-        "updates": tree_map(lambda leaf: local_part(leaf).new_zeros((), dtype=torch.float32), params),
-    }
+    moments = {name: tree_map(torch.zeros_like, params) for name in MOMENTS[cfg.name]}
+    if moments:
+        moments["updates"] = tree_map(lambda leaf: local_part(leaf).new_zeros((), dtype=torch.float32), params)
+    return moments
 
 
 def grad_norm(grads: Mapping[str, Any], comm: Comm) -> Tensor:

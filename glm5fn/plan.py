@@ -8,11 +8,10 @@ import torch
 from .device import widest
 from .flops import flops_per_token, parameters
 from .model import model_specs
-from .settings import RunConfig
+from .settings import MOMENTS, RunConfig
 from .spec import Param, cut, rows, shape, split_dims, trained
 
 FP32 = torch.float32.itemsize  # parameters at rest, moments, and gradients unless the run is deterministic
-MOMENTS = {"adamw": 2, "sgd": 0}
 
 
 def plan(run: RunConfig) -> str:
@@ -54,7 +53,7 @@ def memory(run: RunConfig) -> list[tuple[str, str]]:
     parts = {
         "parameters": held * FP32,
         "gradients": learned * accumulated,
-        "moments": learned * FP32 * MOMENTS[run.optim.name],
+        "moments": learned * FP32 * len(MOMENTS[run.optim.name]),
     }
     parts["together"] = sum(parts.values())
     ranks = " x ".join(f"{axis} {n}" for axis, n in mesh.items())

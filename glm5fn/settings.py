@@ -51,6 +51,10 @@ class DataConfig:
     held_out: float = 0.02  # the fraction of windows, at the end of the text, that is kept for evaluation
 
 
+# The optimizers, and the running means that each keeps of every parameter that learns.
+MOMENTS = {"adamw": ("mean", "square"), "sgd": ()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """The optimizer and its schedule: linear warm-up, then `schedule` down to `min_lr` at `decay_steps`."""
