@@ -22,13 +22,12 @@ from glm5fn.comm import local
 from glm5fn.config import ModelConfig
 from glm5fn.flops import flops_per_token
 from glm5fn.grad import value_and_grad
-from glm5fn.hf import export
 from glm5fn.kernels import kernels_for
 from glm5fn.kernels.reference import IGNORE
 from glm5fn.losses import loss
 from glm5fn.optim import init_moments, update
 from glm5fn.settings import OptimConfig
-from glm5fn.spec import count, hf_keys, rows
+from glm5fn.spec import count, hf_keys, hf_shape, rows
 from glm5fn.tree import flatten
 from glm5fn.typed import ConfigError
 
@@ -117,8 +116,11 @@ def ours(options: Options, system: System) -> Iterator[float]:
 def initial_state(cfg: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Our initial weights by their Hugging Face keys."""
     flat = flatten(model.init_params(cfg, dtype=dtype))
-    pairs = ((hf_keys(row, cfg.dims), export(flat[path], row, cfg.dims)) for path, row in rows(model.model_specs(cfg)))
-    return {key: part for keys, parts in pairs for key, part in zip(keys, parts, strict=True)}
+    return {
+        key: part
+        for path, row in rows(model.model_specs(cfg))
+        for key, part in zip(hf_keys(row, cfg.dims), flat[path].view(-1, *hf_shape(row, cfg.dims)), strict=True)
+    }
 
 
 def theirs(options: Options, system: System) -> Iterator[float]:

@@ -11,12 +11,13 @@ from .dsa import attn_dsa
 from .ffn import mlp
 from .gqa import attn_gqa
 from .grad import value_and_grad
-from .hf import load, save, save_hf
+from .hf import load
 from .losses import loss
 from .mla import attn_mla
 from .model import forward, init_params, model_specs
 from .moe import moe
 from .mtp import forward_mtp
+from .save import save, save_hf
 from .shell import Shell
 from .tree import flatten, unflatten
 from .typed import ConfigError

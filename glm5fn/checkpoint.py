@@ -19,15 +19,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import settings
-from .files import TensorFiles, aside, atomic_directory, contract, settle, write_tensors
+from .directory import aside, atomic_directory, settle
+from .files import TensorFiles, contract
 from .mesh import agree, place, rank, whole_tensor
 from .model import model_specs
 from .settings import CONFIG, MOMENTS, RunConfig
 from .spec import Param, Region, Specs, rows, shape, trained
 from .tree import flatten, unflatten
+from .writer import write_tensors
 
 STATE = "state.json"
-# A kill while a step is saved again can leave the older save of it set aside: see `files.settle`.
+# A kill while a step is saved again can leave the older save of it set aside: see `directory.settle`.
 NAME = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.replaced")
 COUNTERS = ("step", "samples", "tokens", "skipped")
 SCALARS = "updates"  # the moments' tree of counters, alike on every rank

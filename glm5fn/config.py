@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import legacy
 from .architecture import Architecture, index_schedule
 from .typed import ConfigError, build
 
@@ -67,7 +68,7 @@ ALWAYS_GQA = ("num_key_value_heads", "head_dim", "attention_bias", "partial_rota
 # Keys that to_hf writes itself or that from_hf has turned into others, so `extra` need not carry them.
 WRITTEN = (
     *("architectures", "dtype", "format", "hidden_act", "index_topk_pattern", "mlp_layer_types", "rope_parameters"),
-    *("rope_scaling", "scoring_func", "topk_method", "torch_dtype"),
+    *("quantization_config", "rope_scaling", "scoring_func", "topk_method", "torch_dtype"),
 )
 SYNONYMS = {
     "num_experts": "n_routed_experts",
@@ -97,9 +98,12 @@ class ModelConfig(Architecture):
         """
         source = source if isinstance(source, Mapping) else read_json(Path(source))
         keys = {key: value for key, value in source.items() if value is not None}  # null is as good as absent
+        if keys.get("model_type") == legacy.MODEL_TYPE:
+            keys = legacy.modern(keys)
         model_type = keys.get("model_type")
         if model_type not in tuple(ABSENT):
-            raise ConfigError(f"model_type ({model_type!r}) must be one of {', '.join(sorted(ABSENT))}")
+            known = ", ".join([*sorted(ABSENT), legacy.MODEL_TYPE])
+            raise ConfigError(f"model_type ({model_type!r}) must be one of {known}")
         for name, value in (ONLY | {"rope_interleave": model_type != "glm4_moe"}).items():
             if keys.get(name, value) != value:
                 raise ConfigError(f"{name} ({keys[name]!r}) must be {value!r}: nothing else is supported")

@@ -1,22 +1,19 @@
-"""Directories of safetensors files, read and written so that nothing is lost.
+"""Directories of safetensors files: what is in them, what is wrong with them, and how tensors are read from them.
 
 The format is 8 bytes of header length, a JSON header, and the tensors one after the other
-(https://huggingface.co/docs/safetensors). Reading goes through safetensors; writing is done here, since the sizes
-are known before the tensors are, so each can be written and let go.
+(https://huggingface.co/docs/safetensors).
 """
 
 import json
 import math
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from .spec import Region, whole
@@ -40,11 +37,12 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Row(NamedTuple):
-    """One tensor of a directory: the name of the file that serves it, its dtype and its shape."""
+    """One tensor of a directory: the name of the file that serves it, its dtype and shape, its first byte there."""
 
     file: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    start: int = 0
 
 
 Rows = Mapping[str, Row | None]  # None: the file that should serve this key is at fault
@@ -65,96 +63,7 @@ def count_bytes(row: TensorRow) -> int:
     return math.prod(size) * dtype.itemsize
 
 
-@contextmanager
-def atomic_directory(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
-    """Give a temporary directory that takes the place of `path`, whole and on disk, once the block ends.
-
-    An exception removes it and leaves `path` as it was. A kill leaves at most names that begin with a dot, which the
-    next writer to `path` clears away; see `settle`. Raises ValueError, before any work, if `path` exists and may not
-    be overwritten, or is something else than a directory of tensor files.
-    """
-    target = Path(path).resolve()
-    settle(target)
-    if target.exists():
-        if not overwrite:
-            raise ValueError(f"{path} exists already: name another place, or allow it to be overwritten")
-        if not target.is_dir() or (any(target.iterdir()) and not any(target.glob("*.safetensors"))):
-            raise ValueError(f"{path} is not a directory of safetensors files, so it is not overwritten: name another")
-    temporary = aside(target, "partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for written in (*temporary.rglob("*"), temporary):
-            sync(written)
-        if overwrite and target.exists():
-            target.rename(aside(target, "replaced"))
-        temporary.rename(target)
-        sync(target.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    finally:
-        settle(target)
-
-
-def settle(path: Path) -> None:
-    """Finish what a killed overwrite of `path` left undone: drop the old directory, or put it back if none is there."""
-    old = aside(path, "replaced")
-    if old.exists():
-        if path.exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(path)
-
-
-def aside(path: Path, why: str) -> Path:
-    return path.parent / f".{path.name}.{why}"
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or directory is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_tensors(
-    path: str | Path, rows: Sequence[TensorRow], tensors: Iterable[Tensor], metadata: Mapping[str, str]
-) -> None:
-    """Write a safetensors file, holding one tensor at a time.
-
-    rows: key, dtype and shape of every tensor. tensors: the tensors in that order, on any device.
-    Raises ValueError for a dtype that the format lacks, a repeated key, and a tensor that is not what its row says.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for key, dtype, size in rows:
-        if dtype not in CODES:
-            raise ValueError(f"{key} has dtype {dtype_name(dtype)}, must be one of {', '.join(map(dtype_name, CODES))}")
-        if key in header:
-            raise ValueError(f"{key} stands twice in the rows of {path}: each tensor needs a key of its own")
-        end = offset + count_bytes((key, dtype, size))
-        header[key] = {"dtype": CODES[dtype], "shape": list(size), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with Path(path).open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        stream = iter(tensors)
-        for row in rows:
-            file.write(to_bytes(row, next(stream, None)))  # held by nobody while the next one is made
-        if next(stream, None) is not None:
-            raise ValueError(f"{path} got more tensors than its {len(rows)} rows")
-
-
-def to_bytes(row: TensorRow, tensor: Tensor | None) -> memoryview:
-    key, dtype, size = row
-    found = None if tensor is None else (dtype_name(tensor.dtype), tuple(tensor.shape))
-    if tensor is None or found != (dtype_name(dtype), tuple(size)):
-        raise ValueError(f"{key} came as {found}, must be {(dtype_name(dtype), tuple(size))}, as its row says")
+def as_bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
@@ -173,32 +82,38 @@ class TensorFiles:
         check: rows -> what else is wrong, such as `contract(rows, shapes)`.
         Raises ValueError that names all defects at once, each with its file and tensors.
         """
-        directory = Path(directory)
-        if (directory / INDEX).exists():
-            return cls(directory, checked(directory, *read_shards(directory), check))
-        if (directory / MODEL).exists():
-            return cls.open_file(directory / MODEL, check)
-        raise ValueError(f"{directory} has neither {MODEL} nor {INDEX}: name a directory that holds a whole model")
+        return cls(Path(directory), checked(Path(directory), *survey_directory(Path(directory)), check))
 
     @classmethod
     def open_file(cls, path: str | Path, check: Callable[[Rows], list[str]] = lambda rows: []) -> "TensorFiles":
         """Open one safetensors file of any name; otherwise as `open`."""
         path = Path(path)
-        try:
-            rows, faults = read_header(path), []
-        except ValueError as fault:
-            raise ValueError(report(path.parent, [str(fault)])) from fault
-        return cls(path.parent, checked(path.parent, rows, faults, check))
+        return cls(path.parent, checked(path.parent, *survey_file(path), check))
 
     def read(self, key: str, region: Region | None = None) -> Tensor:
         """One tensor, or the region of it that starts at and has the size of each pair; in memory of its own."""
         row = self.rows[key]
         region = whole(row.shape) if region is None else region
-        with safe_open(self.directory / row.file, "pt") as file:
-            part = file.get_slice(key)[tuple(slice(start, start + size) for start, size in region)]
-            part = part.clone(memory_format=torch.contiguous_format)  # it was a view of the mapped file
-        assert part.shape == tuple(size for _, size in region), f"{key} {row.shape} does not contain {region}"
-        return part
+        inside = all(0 <= start <= start + size <= n for (start, size), n in zip(region, row.shape, strict=True))
+        assert inside, f"{key} {row.shape} does not contain {region}"
+        if 0 in row.shape:
+            return torch.empty([size for _, size in region], dtype=row.dtype)
+        bits = np.dtype(f"i{row.dtype.itemsize}")
+        mapped = np.memmap(self.directory / row.file, bits, "r", row.start, row.shape)
+        part = mapped[tuple(slice(start, start + size) for start, size in region)]
+        return torch.from_numpy(np.array(part)).view(row.dtype)
+
+    def read_flat(self, key: str, start: int, count: int) -> Tensor:
+        """So many of a tensor's values from one on, in the order in which they lie in the file."""
+        row = self.rows[key]
+        values = torch.empty(count, dtype=row.dtype)
+        room, at = as_bytes(values), row.start + start * row.dtype.itemsize
+        with (self.directory / row.file).open("rb", buffering=0) as file:
+            while room:
+                if not (got := os.preadv(file.fileno(), [room], at)):
+                    raise ValueError(f"{row.file} ends within {key}: it was cut short after it was opened")
+                room, at = room[got:], at + got
+        return values
 
 
 def contract(rows: Rows, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -225,6 +140,25 @@ def checked(directory: Path, rows: Rows, faults: list[str], check: Callable[[Row
     if faults:
         raise ValueError(report(directory, faults))
     return {key: row for key, row in rows.items() if row}
+
+
+def survey_directory(directory: Path) -> tuple[dict[str, Row | None], list[str]]:
+    """The rows of `model.safetensors`, or those that the index lists, and the faults of the files that serve them.
+
+    Raises ValueError if there is neither, or an index that cannot be read.
+    """
+    if (directory / INDEX).exists():
+        return read_shards(directory)
+    if (directory / MODEL).exists():
+        return survey_file(directory / MODEL)
+    raise ValueError(f"{directory} has neither {MODEL} nor {INDEX}: name a directory that holds a whole model")
+
+
+def survey_file(path: Path) -> tuple[dict[str, Row | None], list[str]]:
+    try:
+        return {**read_header(path)}, []
+    except ValueError as fault:
+        return {}, [str(fault)]
 
 
 def read_shards(directory: Path) -> tuple[dict[str, Row | None], list[str]]:
@@ -270,8 +204,8 @@ def read_header(path: Path) -> dict[str, Row]:
         for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if entry["dtype"] not in DTYPES:
                 raise ValueError(f"{key} has dtype {entry['dtype']}, must be one of {', '.join(DTYPES)}")
-            rows[key] = Row(path.name, DTYPES[entry["dtype"]], tuple(entry["shape"]))
-            expected = [end, end + count_bytes((key, *rows[key][1:]))]
+            rows[key] = Row(path.name, DTYPES[entry["dtype"]], tuple(entry["shape"]), start + end)
+            expected = [end, end + count_bytes((key, *rows[key][1:3]))]
             if entry["data_offsets"] != expected:
                 raise ValueError(f"{key} stands at bytes {entry['data_offsets']}, its place and size are {expected}")
             end = expected[1]

@@ -25,7 +25,7 @@ def mtp_specs(cfg: ModelConfig, layer: int) -> dict[str, Any]:
     return {
         "embed_norm": norm_spec("enorm"),
         "hidden_norm": norm_spec("hnorm"),
-        "join": Param("embed two_embeds", fan_in="two_embeds", hf="{layer}.eh_proj.weight"),
+        "join": Param("embed two_embeds", fan_in="two_embeds", hf="{layer}.eh_proj.weight", exact=True),
         **block_specs(cfg, layer),
         "norm": norm_spec("shared_head.norm"),
     }
@@ -38,7 +38,7 @@ def outer_specs(cfg: ModelConfig) -> dict[str, Any]:
         "norm": Param("embed", init="ones", hf="model.norm.weight"),
     }
     if not cfg.tie_word_embeddings:
-        specs["head"] = Param("vocab embed", fan_in="embed", hf="lm_head.weight")
+        specs["head"] = Param("vocab embed", fan_in="embed", hf="lm_head.weight", exact=True)
     return specs
 
 

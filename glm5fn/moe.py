@@ -20,13 +20,13 @@ TINY = 1e-20  # keeps a sum of scores from being 0, as in DeepSeek-V3's code
 
 
 def moe_specs(cfg: ModelConfig) -> dict[str, Any]:
-    def row(axes: str, key: str | tuple[str, ...], fan_in: str) -> Param:
+    def row(axes: str, key: str | tuple[str, ...], fan_in: str, exact: bool = False) -> Param:
         keys = (key,) if isinstance(key, str) else key
         keys = tuple(f"{{layer}}.mlp.{key}.weight" for key in keys)
-        return Param(axes, fan_in=fan_in, hf=keys[0] if len(keys) == 1 else keys)
+        return Param(axes, fan_in=fan_in, hf=keys[0] if len(keys) == 1 else keys, exact=exact)
 
     specs = {
-        "router": row("route embed", "gate", "embed"),
+        "router": row("route embed", "gate", "embed", exact=True),
         "router_bias": Param(
             "route", init="zeros", part="state", wide=True, hf="{layer}.mlp.gate.e_score_correction_bias"
         ),

@@ -1,9 +1,7 @@
 """What a run tells: one JSON object a step in metrics.jsonl, a progress bar or plain lines, TensorBoard on request."""
 
-import fcntl
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from .directory import occupied
 
 METRICS = "metrics.jsonl"
 
@@ -41,17 +41,12 @@ def occupy(out: Path) -> Iterator[None]:
 
     Raises ValueError if another process has it.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    handle = os.open(out, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, however it ends
-        yield
-    except BlockingIOError as error:
-        raise ValueError(f"{out}: another process trains in it: wait for its end, or set another --out") from error
-    finally:
-        os.close(handle)
-        with suppress(OSError):
-            out.rmdir()
+    with occupied(out, f"{out}: another process trains in it: wait for its end, or set another --out"):
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                out.rmdir()
 
 
 class Recorder:

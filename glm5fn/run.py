@@ -16,12 +16,13 @@ from .checkpoint import State
 from .data import open_data
 from .device import choose, peak_flops, synchronize, widest
 from .flops import flops_per_token
-from .hf import open_model, save_hf
+from .hf import open_model
 from .kernels import kernels_for
 from .launch import Interrupt
 from .losses import loss
 from .optim import grad_norm, init_moments
 from .record import Recorder, occupy, tell
+from .save import save_hf
 from .settings import CONFIG, RunConfig
 from .spec import Param, Region, init_region, shape, trained
 from .step import Setup, evaluate, step
@@ -37,10 +38,10 @@ def train(
     """Train fresh, from the weights `init`, from a checkpoint `resume`, or from the newest one (`resume="auto"`).
 
     Writes config.yaml, metrics.jsonl and checkpoints/ into `out`, and a Hugging Face directory to `export` at the
-    end; a run that is done already changes no file of it. All ranks of a group call it alike. Returns whether the run
-    came to its end: False if it was interrupted, in which case it has saved. Raises ConfigError for settings that
-    cannot be run, and RunError, on all ranks together, for data or weights that cannot be used and for what breaks on
-    the way.
+    end, with the tokenizer files of `init`; a run that is done already changes no file of it. All ranks of a group call
+    it alike. Returns whether the run came to its end: False if it was interrupted, in which case it has saved. Raises
+    ConfigError for settings that cannot be run, and RunError, on all ranks together, for data or weights that cannot be
+    used and for what breaks on the way.
     """
     settings.refuse(run)
     device = choose(run.device)
@@ -67,7 +68,7 @@ def train(
                 peak = peak_flops(device, dtype)
                 state, ended = follow(setup, state, out / "checkpoints", text, recorder, interrupt, peak)
         if ended and export is not None:
-            together(lambda: export_to(export, state, run))
+            together(lambda: export_to(export, state, run, init))
             say(f"exported to {export}")
     return ended
 
@@ -212,5 +213,6 @@ def speed(setup: Setup, seconds: float, peak: float | None) -> dict[str, Any]:
     return {"tokens_per_second": rate, "mfu": mfu}
 
 
-def export_to(path: Path, state: State, run: RunConfig) -> None:
-    save_hf(path, state.params, run.model, gather=mesh.whole_tensor, writer=mesh.rank() == 0)
+def export_to(path: Path, state: State, run: RunConfig, beside: Path | None) -> None:
+    writer = mesh.rank() == 0
+    save_hf(path, state.params, run.model, beside=beside, gather=mesh.whole_tensor, writer=writer)

@@ -28,6 +28,7 @@ class Param:
     part: what of a model it belongs to: the indexers are trained in stages of their own, and the state of a router
     (its balance bias) has no gradient and is no parameter to count.
     wide: it is never held or computed with in less than fp32.
+    exact: a matrix that stays out of FP8, as it does in the published checkpoints.
     """
 
     axes: str
@@ -36,6 +37,12 @@ class Param:
     init: Literal["normal", "ones", "zeros"] = "normal"
     part: Literal["model", "indexer", "state"] = "model"
     wide: bool = False
+    exact: bool = False
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is written as FP8 where a checkpoint is."""
+        return bool(self.fan_in) and not (self.exact or self.wide)
 
     @property
     def names(self) -> tuple[str, ...]:

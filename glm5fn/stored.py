@@ -1,42 +1,60 @@
 """Which tensors of a model's directory serve which parameter, and how they are read."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import legacy
 from .config import ModelConfig
 from .files import Rows, TensorFiles
+from .fp8 import BLOCK, SCALE, dequantize, scale_shape
 from .model import model_specs
 from .spec import Param, Region, hf_groups, hf_keys, rows, shape, whole
 
+PIECE = 1 << 22  # how many values are held at a time while files are copied
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-class Source(NamedTuple):
-    """The keys that serve a parameter.
+Kind = Literal["native", "Hugging Face", "ChatGLM"]
 
-    groups: for each dim of the files' tensors, the sizes of the dims that it joins. Several keys are stacked on the
-    parameter's leading dims.
+
+class Source(NamedTuple):
+    """The tensors of the files that serve a parameter.
+
+    keys: several are stacked on the parameter's leading dims. groups: for each dim of one of them, the sizes of the
+    parameter's dims that it joins. first: the row at which the parameter begins in a tensor that has `whole` rows.
+    scaled: they are FP8, each with factors under a key of its own.
     """
 
     row: Param
     keys: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
     shape: tuple[int, ...]
+    first: int = 0
+    whole: int | None = None
+    scaled: bool = False
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
+    def size(self) -> tuple[int, ...]:
+        """The shape of the part that one key contributes."""
         return tuple(map(math.prod, self.groups))
+
+    @property
+    def contract(self) -> dict[str, tuple[int, ...]]:
+        """Each key that must be there, and its shape."""
+        rows, *rest = self.size
+        found = dict.fromkeys(self.keys, (self.whole or rows, *rest))
+        return found | ({key + SCALE: scale_shape(self.size) for key in self.keys} if self.scaled else {})
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A parameter at rest in its files: it has a shape and a dtype, and is read as a whole or by region."""
+    """A parameter at rest in its files: it has a shape and a dtype, and is read as a whole or in parts."""
 
     files: TensorFiles
     source: Source
@@ -47,7 +65,9 @@ class Stored:
 
     @property
     def dtype(self) -> torch.dtype:
-        return at_rest(self.source.row, self.files.rows[self.source.keys[0]].dtype)
+        """That of the files; of FP8, bfloat16."""
+        dtype = torch.bfloat16 if self.source.scaled else self.files.rows[self.source.keys[0]].dtype
+        return at_rest(self.source.row, dtype)
 
     def read(self, region: Region | None = None) -> Tensor:
         """The tensor, or a region of it: (start, size) for each of its dims, as in `spec.Region`.
@@ -67,9 +87,24 @@ class Stored:
             outer.append((start * step, size * step))
             sizes += [size, *joined]
             inner += [slice(None), *(slice(first, first + n) for first, n in islice(dims, len(joined)))]
+        (start, size), *others = outer
         for number, target in zip(numbers, targets, strict=True):
-            target.copy_(self.files.read(keys[number], tuple(outer)).view(sizes)[tuple(inner)])
+            part = self.files.read(keys[number], ((self.source.first + start, size), *others))
+            if self.source.scaled:
+                part = dequantize(part, self.files.read(keys[number] + SCALE), start, others[0][0])
+            target.copy_(part.view(sizes)[tuple(inner)])
         return values
+
+    def read_flat(self, start: int, count: int) -> Tensor:
+        """So many of its values from one on, in row-major order: of those of one key, and of FP8 whole rows."""
+        source, files = self.source, self.files
+        width = math.prod(source.size[1:])
+        number, offset = divmod(start, width * source.size[0])
+        key = source.keys[number]
+        part = files.read_flat(key, source.first * width + offset, count)
+        if source.scaled:
+            part = dequantize(part.view(-1, width), files.read(key + SCALE), offset // width).flatten()
+        return part.to(self.dtype)
 
 
 def at_rest(row: Param, dtype: torch.dtype) -> torch.dtype:
@@ -80,22 +115,26 @@ def at_rest(row: Param, dtype: torch.dtype) -> torch.dtype:
     return row.dtype(dtype) if row.part == "state" else dtype
 
 
-def sources(cfg: ModelConfig, found: Rows, native: bool) -> dict[str, Source]:
+def sources(cfg: ModelConfig, found: Rows, kind: Kind) -> dict[str, Source]:
     """The tensors that must serve each parameter, by path, in the model's order.
 
-    Experts may come one by one or stacked; which it is shows in the keys that were found.
+    Experts may come one by one or stacked, matrices in FP8: which it is shows in the keys that were found.
     """
     dims, served = cfg.dims, {}
     for path, row in rows(model_specs(cfg)):
-        size = shape(row, dims)
-        if native:
+        size, keys, groups = shape(row, dims), hf_keys(row, dims), hf_groups(row, dims)
+        if kind == "native":
             served[path] = Source(row, (path,), tuple((n,) for n in size), size)
+        elif kind == "ChatGLM":
+            key, first, rows_there = legacy.place(keys[0], dims)
+            served[path] = Source(row, (key,), groups, size, first, rows_there)
         elif (key := stacked_key(row)) and key in found:
             count, *pair = (dims[name] for name in row.stacked)
-            first, *others = hf_groups(row, dims)
+            first, *others = groups
             served[path] = Source(row, (key,), ((count,), (*pair, *first), *others), size)
         else:
-            served[path] = Source(row, hf_keys(row, dims), hf_groups(row, dims), size)
+            scaled = len(groups) == 2 and any(key + SCALE in found for key in keys)
+            served[path] = Source(row, keys, groups, size, scaled=scaled)
     return served
 
 
@@ -140,8 +179,23 @@ def differing_copies(files: TensorFiles, wanted: Mapping[str, str]) -> list[str]
         f"{copy} in {files.rows[copy].file} differs from {key}, which it must equal: remove one of them"
         for copy, key in wanted.items()
         if copy in files.rows
-        and not (
-            files.rows[copy][1:] == files.rows[key][1:]  # dtype and shape
-            and torch.equal(files.read(copy), files.read(key))
-        )
+        and not (files.rows[copy][1:3] == files.rows[key][1:3] and same(files, copy, key))  # dtype and shape first
     ]
+
+
+def same(files: TensorFiles, one: str, other: str) -> bool:
+    """Whether two tensors of one dtype and shape hold the same numbers; a piece of each is held at a time."""
+    parts = cuts(files.rows[one].shape)
+    return all(torch.equal(files.read_flat(one, *part), files.read_flat(other, *part)) for part in parts)
+
+
+def cuts(size: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(start, count) of the pieces in which the values of a tensor are read: whole rows, and whole rows of FP8 blocks.
+
+    >>> list(cuts((300, PIECE // 200)))
+    [(0, 2684288), (2684288, 2684288), (5368576, 922724)]
+    """
+    width = math.prod(size[1:])
+    step = max(BLOCK, PIECE // max(width, 1) // BLOCK * BLOCK) * width
+    total = math.prod(size)
+    return ((start, min(step, total - start)) for start in range(0, total, max(step, 1)))

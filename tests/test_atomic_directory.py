@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from glm5fn.files import atomic_directory
+from glm5fn.directory import atomic_directory
 
 
 def names(directory):

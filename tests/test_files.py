@@ -7,7 +7,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from glm5fn.files import INDEX, MODEL, TensorFiles, contract, write_tensors
+from glm5fn.files import INDEX, MODEL, TensorFiles, contract
+from glm5fn.writer import write_tensors
 
 TENSORS = {
     "flag": torch.tensor([True, False, True]),  # three bytes, so that what follows is not aligned
@@ -163,7 +164,7 @@ def test_a_region_outside_the_tensor_is_an_error(tmp_path):
 def test_shards_are_read_through_the_index(sharded):
     files = TensorFiles.open(sharded)
     assert list(files.rows) == [f"w{i}" for i in range(6)]
-    assert files.rows["w2"] == (SHARDS[1], torch.float32, (30, 4))
+    assert files.rows["w2"][:3] == (SHARDS[1], torch.float32, (30, 4))
     for shard in SHARDS:
         assert all(same(files.read(key), tensor) for key, tensor in load_file(sharded / shard).items())
 

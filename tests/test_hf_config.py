@@ -5,8 +5,9 @@ import pytest
 from transformers import AutoConfig
 
 from glm5fn.config import ModelConfig
-from glm5fn.hf import load, save_hf
+from glm5fn.hf import load
 from glm5fn.model import init_params
+from glm5fn.save import save_hf
 from glm5fn.typed import ConfigError
 
 SIZES = {

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from glm5fn.config import ModelConfig
 from glm5fn.files import MODEL, TensorFiles
-from glm5fn.hf import load, open_model, save, save_hf
+from glm5fn.hf import load, open_model
 from glm5fn.model import init_params, model_specs
+from glm5fn.save import save, save_hf
 from glm5fn.spec import cut, rows, whole
-from glm5fn.stored import Stored
 from glm5fn.tree import flatten, tree_map
 
 FAMILIES = {
@@ -165,10 +165,10 @@ def test_multi_token_prediction_keeps_keys_and_bytes_from_hf_to_native_and_back(
     directory, params = exported
     assert "model.layers.4.eh_proj.weight" in stored_tensors(directory)
     cfg, stored = open_model(directory)
-    save(tmp_path / "native", stored, cfg, gather=Stored.read)
+    save(tmp_path / "native", stored, cfg)
     assert cfg == WITH_MTP and same(flatten(load(tmp_path / "native")[1]), flatten(params))
     cfg, stored = open_model(tmp_path / "native")
-    save_hf(tmp_path / "again", stored, cfg, gather=Stored.read)
+    save_hf(tmp_path / "again", stored, cfg)
     assert same(stored_tensors(tmp_path / "again"), stored_tensors(directory))
 
 
@@ -252,6 +252,6 @@ def test_a_bias_that_was_rounded_is_held_and_written_in_fp32_with_a_notice(tmp_p
     with pytest.warns(UserWarning, match=key):
         cfg, stored = open_model(tmp_path / "hf")
     assert stored["layers"]["1"]["ffn"]["router_bias"].dtype == torch.float32
-    save_hf(tmp_path / "again", stored, cfg, gather=Stored.read)
+    save_hf(tmp_path / "again", stored, cfg)
     before, after = stored_tensors(tmp_path / "hf"), stored_tensors(tmp_path / "again")
     assert same(after, before | {key: before[key].float()})

@@ -20,8 +20,9 @@ from transformers import (
 from configs import MODELS
 from glm5fn.config import ModelConfig
 from glm5fn.files import INDEX, MODEL, TensorFiles
-from glm5fn.hf import Stored, load, open_model, save, save_hf
+from glm5fn.hf import load, open_model
 from glm5fn.model import init_params, model_specs
+from glm5fn.save import save, save_hf
 from glm5fn.spec import cut, hf_keys, hf_shape, rows, whole
 from glm5fn.tree import flatten, tree_map
 
@@ -205,9 +206,9 @@ def test_params_are_saved_in_the_models_order_whatever_theirs_is(tmp_path):
 
 def test_a_model_is_converted_without_being_loaded(exported, tmp_path):
     cfg, stored = open_model(exported)
-    save(tmp_path / "native", stored, cfg, gather=Stored.read)
+    save(tmp_path / "native", stored, cfg)
     cfg, stored = open_model(tmp_path / "native")
-    save_hf(tmp_path / "hf", stored, cfg, gather=Stored.read)
+    save_hf(tmp_path / "hf", stored, cfg)
     assert same_tree(load(tmp_path / "native")[1], load(exported)[1])
     before, after = stored_tensors(exported), stored_tensors(tmp_path / "hf")
     assert before.keys() == after.keys() and all(same(before[key], after[key]) for key in before)

@@ -12,9 +12,9 @@ from transformers.modeling_layers import MtpModel
 
 from glm5fn import flatten, forward_mtp, loss, value_and_grad
 from glm5fn.block import block
-from glm5fn.hf import save_hf
 from glm5fn.kernels import TORCH
 from glm5fn.losses import counts, targets_ahead
+from glm5fn.save import save_hf
 from glm5fn.settings import PLAIN, IndexerConfig, MTPConfig, Terms
 from glm5fn.tree import tree_map
 

@@ -1,0 +1,88 @@
+"""Directories that appear whole or not at all."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_directory(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
+    """Give a temporary directory that takes the place of `path`, whole and on disk, once the block ends.
+
+    An exception removes it and leaves `path` as it was. A kill leaves at most names that begin with a dot, which the
+    next writer to `path` clears away; see `settle`. Raises ValueError, before any work, if `path` exists and may not
+    be overwritten, is something else than a directory of tensor files, or is being written by another process.
+    """
+    target = Path(path).resolve()
+    settle(target)
+    if target.exists():
+        if not overwrite:
+            raise ValueError(f"{path} exists already: name another place, or allow it to be overwritten")
+        if not target.is_dir() or (any(target.iterdir()) and not any(target.glob("*.safetensors"))):
+            raise ValueError(f"{path} is not a directory of safetensors files, so it is not overwritten: name another")
+    temporary = aside(target, "partial")
+    with occupied(temporary, f"{path} is being written by another process: wait for its end, or name another place"):
+        try:
+            for left in temporary.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            yield temporary
+            for written in (*temporary.rglob("*"), temporary):
+                sync(written)
+            if overwrite and target.exists():
+                target.rename(aside(target, "replaced"))
+            temporary.rename(target)
+            sync(target.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        finally:
+            settle(target)
+
+
+@contextmanager
+def occupied(path: Path, taken: str) -> Iterator[None]:
+    """Make a directory, and keep it from all other processes that ask, until the block or this process ends.
+
+    Raises ValueError(taken) if another has it.
+    """
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:  # the one that had it has just renamed it
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+                yield
+                return
+        except BlockingIOError as error:
+            raise ValueError(taken) from error
+        finally:
+            os.close(handle)
+
+
+def settle(path: Path) -> None:
+    """Finish what a killed overwrite of `path` left undone: drop the old directory, or put it back if none is there."""
+    old = aside(path, "replaced")
+    if old.exists():
+        if path.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(path)
+
+
+def aside(path: Path, why: str) -> Path:
+    return path.parent / f".{path.name}.{why}"
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or directory is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
