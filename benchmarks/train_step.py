@@ -26,7 +26,7 @@ from glm5fn.kernels import kernels_for
 from glm5fn.kernels.reference import IGNORE
 from glm5fn.losses import loss
 from glm5fn.optim import init_moments, update
-from glm5fn.settings import OptimConfig
+from glm5fn.settings import PLAIN, OptimConfig
 from glm5fn.spec import count, hf_keys, hf_shape, rows
 from glm5fn.tree import flatten
 from glm5fn.typed import ConfigError
@@ -149,7 +149,7 @@ def with_state(options: Options, system: System, figures: dict[str, float]) -> d
     """The figures with what the memory holds beyond weights, gradients and two moments, and the MFU."""
     cfg = options.model
     weights = count(model.model_specs(cfg), cfg.dims) * system.weights.itemsize / 2**20
-    flops = flops_per_token(cfg, options.seq) * options.batch * options.seq
+    flops = flops_per_token(cfg, options.seq, PLAIN) * options.batch * options.seq
     mfu = flops / figures["step_s"] / (figures["matmul_gflops"] * 1e9)
     return figures | {"beyond_state_mib": figures["memory_mib"] - 4 * weights, "mfu": mfu}
 

@@ -141,7 +141,8 @@ def open_tensors(path: Path, run: RunConfig) -> tuple[TensorFiles, TensorFiles]:
     """
     specs = model_specs(run.model)
     sizes = {key: shape(row, run.model.dims) for key, row in rows(specs)}
-    learned = trained(specs, settings.load(path / CONFIG).indexer.stage)
+    was = settings.load(path / CONFIG)
+    learned = trained(specs, was.indexer.stage, was.mtp_depths)
     kinds = MOMENTS[run.optim.name]
     expected = {f"{kind}.{key}": sizes[key] for kind in kinds for key in learned}
     expected |= {f"{SCALARS}.{key}": () for key in learned if kinds}
@@ -160,7 +161,7 @@ def restore(path: Path, run: RunConfig, mesh: DeviceMesh | None, device: str) ->
     params, moments = open_tensors(path, run)
     specs, dims = model_specs(run.model), run.model.dims
     flat = dict(rows(specs))
-    learning = trained(specs, run.indexer.stage)
+    learning = trained(specs, run.indexer.stage, run.mtp_depths)
 
     def tree(files: TensorFiles, specs: Specs, prefix: str = "") -> dict[str, Any]:
         def read(key: str, row: Param, region: Region) -> Tensor:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from .config import ModelConfig
 from .model import model_specs
-from .spec import Param, rows, shape
+from .settings import Terms
+from .spec import Param, rows, shape, unused
 
 
 class Parameters(NamedTuple):
@@ -43,31 +44,35 @@ def sizes(cfg: ModelConfig) -> Iterator[tuple[str, Param, int, int]]:
             yield path, row, n, n // cfg.n_routed_experts * cfg.num_experts_per_tok if "expert" in row.names else n
 
 
-def flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
-    """Matmul FLOPs of forward and backward for one token of a sequence, causal pairs only; recomputation not counted.
+def flops_per_token(cfg: ModelConfig, seq_len: int, terms: Terms) -> float:
+    """Matmul FLOPs of a training step for one token of a sequence, causal pairs only; recomputation not counted.
 
-    Six for each weight of a matrix that the token meets, the head included whether tied or not. Attention costs, for
-    each key, head and dim of query-key and of value, 2 FLOPs forward and twice that backward, for (seq_len + 1) / 2
-    keys a query on average, or for min(keys, index_topk) of them. A depth of multi-token prediction costs its join, a
-    layer and the head. The indexer counts where it has something to drop, seq_len > index_topk, and forward only: its
-    scores are of all causal pairs in each layer that selects, but no gradient passes through the selection.
+    A weight of a matrix that the token meets costs 2 forward and 4 backward, the head's whether tied or not. So does
+    attention for each key, head and dim of query-key and of value, for (seq_len + 1) / 2 keys a query on average, or
+    for min(keys, index_topk) of them. A depth of multi-token prediction costs its join, a layer and the head.
+    Index scores are of all causal pairs in each layer that selects, and no gradient passes through the selection: an
+    indexer costs 2 forward where it has something to drop, and what it learns from 2 for its weights, since its inputs
+    are detached, and 4 for the scores of its loss. In its dense warm-up all else runs forward only, on all keys.
     """
-    depths, sets = cfg.mtp_depths, cfg.num_nextn_predict_layers
-    selects = 0 < cfg.index_topk < seq_len
-    flops = 0
+    stage, taught = terms.indexer.stage, bool(terms.indexer.coef) and terms.indexer.stage != "frozen"
+    warmup = stage == "dense-warmup"
+    depths, sets = cfg.mtp_depths if terms.mtp.coef else 0, cfg.num_nextn_predict_layers
+    drops = 0 < cfg.index_topk < seq_len
+    selects, taught = drops and not warmup, taught and cfg.index_topk > 0
+    passes = 2 if warmup else 6
+    indexer = 2 * (selects or taught) + 2 * taught
+    flops = 0.0
     for path, row, _, active in sizes(cfg):
-        if row.fan_in and (row.part != "indexer" or selects):
-            # One weight set serves all depths; several serve one each, and those beyond the last depth none.
-            uses = 1 if not path.startswith("mtp.") else depths if sets == 1 else int(path.split(".")[1]) < depths
-            flops += (2 if row.part == "indexer" else 6) * uses * active
+        if row.fan_in and not unused(path, depths):
+            uses = depths if path.startswith("mtp.") and sets == 1 else 1  # one weight set serves all depths
+            flops += (indexer if row.part == "indexer" else passes) * uses * active
     head = cfg.vocab_size * cfg.hidden_size
-    flops += 6 * head * (depths + cfg.tie_word_embeddings)
+    flops += passes * head * (depths + cfg.tie_word_embeddings)
     qk_and_v = cfg.qk_nope_head_dim + cfg.qk_rope_head_dim + cfg.v_head_dim
     dims = cfg.num_attention_heads * (qk_and_v if cfg.attention == "mla" else 2 * cfg.head_dim)
     causal = (seq_len + 1) / 2
     kept = cfg.index_topk * (1 - (cfg.index_topk - 1) / (2 * seq_len)) if selects else causal
-    flops += 6 * (cfg.num_hidden_layers + depths) * dims * kept
-    if selects:
-        full = cfg.indexers.count("full") + depths
-        flops += 2 * full * cfg.index_n_heads * cfg.index_head_dim * causal
-    return flops
+    flops += passes * (cfg.num_hidden_layers + depths) * dims * kept
+    full = cfg.indexers.count("full") + depths
+    scores = 2 * (causal if selects else kept * taught) + 4 * kept * taught
+    return flops + full * cfg.index_n_heads * cfg.index_head_dim * scores

@@ -17,7 +17,7 @@ FP32 = torch.float32.itemsize  # parameters at rest, moments, and gradients unle
 def plan(run: RunConfig) -> str:
     """The text of `--plan`. Nothing is allocated; activations, which depend on kernels and recompute, are left out."""
     cfg, counted = run.model, parameters(run.model)
-    flops = flops_per_token(cfg, run.data.seq_len)
+    flops = flops_per_token(cfg, run.data.seq_len, run.terms)
     table = [
         ("run", run.name),
         ("parameters", both(counted.total, counted.total - counted.embedding)),
@@ -40,7 +40,7 @@ def memory(run: RunConfig) -> list[tuple[str, str]]:
     """What the parameters take on the first rank: of an uneven cut it holds the larger part, so no rank holds more."""
     dims, mesh = run.model.dims, {"fsdp": run.mesh.dp_shard, "replicate": run.mesh.dp_replicate}
     specs = model_specs(run.model)
-    learning = set(trained(specs, run.indexer.stage))
+    learning = set(trained(specs, run.indexer.stage, run.mtp_depths))
     held = learned = 0
     largest = (0, "", ())
     for path, row in rows(specs):

@@ -89,7 +89,7 @@ def make_setup(run: RunConfig, device: str, dtype: torch.dtype, grid: DeviceMesh
         data=together(lambda: open_data(run.data, run.model, run.seed)),
         comm=comm,
         specs=(specs := model.model_specs(run.model)),
-        trained=tuple(trained(specs, run.indexer.stage)),
+        trained=tuple(trained(specs, run.indexer.stage, run.mtp_depths)),
         loss=partial(
             loss,
             cfg=run.model,
@@ -132,7 +132,10 @@ def begin(run: RunConfig, device: str, grid: DeviceMesh | None, path: Path | Non
         stored = flatten(open_model(init, run.model)[1])
 
         def read(key: str, row: Param, region: Region) -> Tensor:
-            return stored[key].read(region).to(device, torch.float32)
+            values = stored[key].read(region)
+            if row.part == "state" and not values.isfinite().all():  # which no gradient would show
+                raise ValueError(f"--init {init}: {key} has numbers that are not finite")
+            return values.to(device, torch.float32)
     else:
 
         def read(key: str, row: Param, region: Region) -> Tensor:
@@ -140,7 +143,7 @@ def begin(run: RunConfig, device: str, grid: DeviceMesh | None, path: Path | Non
 
     params = mesh.place(specs, dims, grid, run.layout, read)
     flat = flatten(params)
-    learning = unflatten({path: flat[path] for path in trained(specs, run.indexer.stage)})
+    learning = unflatten({path: flat[path] for path in trained(specs, run.indexer.stage, run.mtp_depths)})
     return State(params=params, moments=init_moments(learning, run.optim))
 
 
@@ -209,7 +212,7 @@ def speed(setup: Setup, seconds: float, peak: float | None) -> dict[str, Any]:
     """Tokens a second over all ranks, and the share of their peak that the model's FLOPs make (MFU)."""
     data = setup.run.data
     rate = data.global_batch * data.seq_len / seconds
-    mfu = peak and rate * flops_per_token(setup.run.model, data.seq_len) / (peak * mesh.world())
+    mfu = peak and rate * flops_per_token(setup.run.model, data.seq_len, setup.run.terms) / (peak * mesh.world())
     return {"tokens_per_second": rate, "mfu": mfu}
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,6 +151,16 @@ class RunConfig:
     @property
     def terms(self) -> Terms:
         return Terms(indexer=self.indexer, router=self.router, mtp=self.mtp)
+
+    @property
+    def mtp_depths(self) -> int:
+        """How many depths of multi-token prediction are trained."""
+        return self.model.mtp_depths if self.mtp.coef else 0
+
+    @property
+    def evaluated(self) -> Terms:
+        """The cross-entropy alone, of the attention that is trained."""
+        return replace(PLAIN, indexer=replace(self.indexer, coef=0.0))
 
 
 def refuse(run: RunConfig) -> None:

@@ -185,9 +185,17 @@ TRAINED = {  # the parts of a model that learn in each stage of its indexers' tr
 }
 
 
-def trained(specs: Specs, stage: str) -> list[str]:
-    """The paths of the rows that learn in a stage, in the model's order."""
-    return [path for path, row in rows(specs) if row.part in TRAINED[stage]]
+def trained(specs: Specs, stage: str, depths: int) -> list[str]:
+    """The paths of the rows that learn in a stage, in the model's order.
+
+    depths: how many depths of multi-token prediction are trained; weight sets beyond them are left as they are.
+    """
+    return [path for path, row in rows(specs) if row.part in TRAINED[stage] and not unused(path, depths)]
+
+
+def unused(path: str, depths: int) -> bool:
+    """Whether a path is of a weight set of multi-token prediction that so many depths do not reach."""
+    return path.startswith("mtp.") and int(path.split(".")[1]) >= depths
 
 
 def count(specs: Specs, dims: Mapping[str, int]) -> int:

@@ -18,7 +18,7 @@ from .grad import value_and_grad
 from .losses import counts
 from .moe import balanced
 from .optim import clip_scale, grad_norm, learning_rate, update
-from .settings import PLAIN, RunConfig
+from .settings import RunConfig
 from .spec import Specs
 from .tree import flatten, leaves, tree_map, unflatten
 
@@ -54,7 +54,8 @@ def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]]
     sums, grads = gradient(setup, state.params, batches, count)
     norm = float(grad_norm(grads, comm).float())
     lr = learning_rate(run.optim, state.step)
-    healthy = math.isfinite(norm) and count["labels"] > 0
+    teaching = "real" if run.indexer.stage == "dense-warmup" else "labels"  # what there must be to learn from
+    healthy = math.isfinite(norm) and count[teaching] > 0
     if healthy:
         scale = clip_scale(norm, run.optim.clip)
         update(state.params, grads, state.moments, setup.specs, run.optim, lr, scale, fused=not run.deterministic)
@@ -117,7 +118,7 @@ def averages(sums: Mapping[str, Any], count: Mapping[str, float]) -> dict[str, f
     loads = [load for _, load in leaves(sums.get("load", {}))]
     if not loads:
         return parts
-    most = max(float(load.max() / (load.sum() / len(load)).clamp(min=1e-30)) for load in loads)
+    most = max(load.max().item() * len(load) / max(load.sum().item(), 1) for load in loads)
     return parts | {"load_max": most, "dead_experts": int(sum((load == 0).sum() for load in loads))}
 
 
@@ -134,7 +135,7 @@ def balance(params: Mapping[str, Any], loads: Mapping[str, Tensor], rate: float,
 def evaluate(setup: Setup, params: Mapping[str, Any]) -> dict[str, float]:
     """The exact mean loss over all held-out labels, and its perplexity; changes no state."""
     totals = torch.zeros(2, dtype=widest(setup.device), device=setup.device)
-    plain = partial(setup.loss, terms=PLAIN)  # no teaching, no further tokens
+    plain = partial(setup.loss, terms=setup.run.evaluated)  # no teaching, no further tokens
     for batch in held_out_batches(setup.data, setup.run.data, mesh.rank(), mesh.world()):
         batch = {name: part.to(setup.device) for name, part in batch.items()}
         _, metrics = plain(params, batch)

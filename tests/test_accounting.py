@@ -9,7 +9,7 @@ from configs import MODELS, RUNS
 from glm5fn.config import ModelConfig
 from glm5fn.flops import flops_per_token, parameters
 from glm5fn.plan import human, plan
-from glm5fn.settings import IndexerConfig, Layout, MeshConfig, OptimConfig
+from glm5fn.settings import IndexerConfig, Layout, MeshConfig, MTPConfig, OptimConfig, Terms
 
 TINY = ModelConfig(
     model_type="glm5_dense",
@@ -43,8 +43,9 @@ KEYS = (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8 + 9) / 9  # of a query, on average
 KEPT = (1 + 2 + 3 + 4 * 6) / 9
 
 
-def flops(**changes):
-    return flops_per_token(replace(TINY, **changes), STEPS)
+def flops(stage="frozen", mtp=0.1, **changes):
+    terms = Terms(indexer=IndexerConfig(stage=stage), mtp=MTPConfig(coef=mtp))
+    return flops_per_token(replace(TINY, **changes), STEPS, terms)
 
 
 def test_latent_attention_costs_its_matrices_and_the_dims_of_keys_and_values():
@@ -61,6 +62,20 @@ def test_sparse_attention_costs_the_selected_keys_and_the_indexer_all_pairs_forw
     assert kinds == ("full", "full", "shared")
     indexers = 2 * 2 * (INDEXER + 2 * 8 * KEYS)
     assert flops(**DSA) == pytest.approx(6 * (3 * (ATTN + DENSE) + HEAD + 3 * PAIR * KEPT) + indexers)
+
+
+def test_an_indexer_that_learns_costs_the_gradients_of_its_weights_and_scores():
+    learning = 2 * (2 * INDEXER + 4 * 2 * 8 * KEPT)
+    assert flops("sparse", **DSA) == pytest.approx(flops(**DSA) + learning)
+
+
+def test_in_the_dense_warm_up_all_but_the_indexers_runs_forward_only_and_on_all_keys():
+    indexers = 2 * (4 * INDEXER + 6 * 2 * 8 * KEYS)
+    assert flops("dense-warmup", **DSA) == pytest.approx(2 * (3 * (ATTN + DENSE) + HEAD + 3 * PAIR * KEYS) + indexers)
+
+
+def test_multi_token_prediction_that_is_not_trained_costs_nothing():
+    assert flops(mtp=0.0, **MOE, num_nextn_predict_layers=1) == flops(**MOE)
 
 
 @pytest.mark.parametrize("topk", [9, 64])

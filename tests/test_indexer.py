@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from glm5fn.block import block
 from glm5fn.comm import LOCAL, local
 from glm5fn.dsa import make_index
 from glm5fn.kernels import REFERENCE, TORCH, dsa_attention, dsa_loss, dsa_select
+from glm5fn.losses import counts, targets_ahead
 from glm5fn.mla import absorb, project
 from glm5fn.model import model_specs
 from glm5fn.settings import PLAIN, IndexerConfig, MTPConfig, RouterConfig, Terms
@@ -76,8 +78,8 @@ def test_in_the_dense_warm_up_the_indexers_learn_and_the_layers_attend_to_all_ke
     warm, dense = grads_of(params, cfg, terms_of("dense-warmup")), grads_of(params, everything, terms_of())
     assert torch.equal(warm[0]["nll"], dense[0]["nll"])
     assert distance(unflatten(warm[1]), unflatten(dense[1])) < 1e-10
-    assert all(warm[1][path].any() for path in trained(model_specs(cfg), "dense-warmup"))
-    assert all("indexer" in path for path in trained(model_specs(cfg), "dense-warmup"))
+    assert all(warm[1][path].any() for path in trained(model_specs(cfg), "dense-warmup", 1))
+    assert all("indexer" in path for path in trained(model_specs(cfg), "dense-warmup", 1))
 
 
 @EACH_TOPK
@@ -167,7 +169,7 @@ def test_neither_evaluation_nor_a_forward_pass_computes_it(monkeypatch):
     kernels, calls = counting("index_loss", lambda *_: pytest.fail("the indexers' loss was computed"))
     params, batch = random_params(CFG), packed_batch(CFG)
     monkeypatch.setattr(step, "held_out_batches", lambda *_: [batch])
-    run = type("Run", (), {"data": None, "model": CFG})
+    run = type("Run", (), {"data": None, "model": CFG, "evaluated": PLAIN})
     setup = step.Setup(
         run=run,
         device="cpu",
@@ -218,3 +220,21 @@ def test_sparse_attention_holds_no_pairs_of_all_queries_and_keys(taught, monkeyp
         value_and_grad(value)(params)
     assert watch.seen == {*OPERATORS} - (set() if taught else {"index_loss"})
     assert watch.most <= 512 * 512 // 8
+
+
+def test_each_part_of_the_loss_is_divided_by_what_it_counts_in_the_value_and_in_the_record():
+    params, batch = random_params(CFG), packed_batch(CFG)
+    batch["targets"][1] = -100  # so that there are far fewer labels than real tokens
+    value, metrics = loss(params, batch, CFG, terms=terms_of())
+    labels, real = int((batch["targets"] != -100).sum()), int((SEGMENTS != 0).sum())
+    runs = [[number for number, _ in groupby(row) if number] for row in SEGMENTS.tolist()]
+    per = {"nll": labels, "kl": real, "z": real, "balance": sum(map(len, runs))}
+    per |= {f"mtp_{d}": int((targets_ahead(batch, d) != -100).sum()) for d in range(1, CFG.mtp_depths + 1)}
+    assert len({labels, real, per["balance"], per["mtp_1"]}) == 4
+    coefs = {"nll": 1.0, "kl": 0.7, "balance": 0.1, "z": 0.01}
+    coefs |= dict.fromkeys((f"mtp_{d}" for d in range(1, CFG.mtp_depths + 1)), 0.3 / CFG.mtp_depths)
+    means = {name: float(metrics[name]) / number for name, number in per.items()}
+    assert float(value) == pytest.approx(sum(coefs[name] * mean for name, mean in means.items()), rel=1e-6)
+    record = step.averages(metrics, {k: int(v) for k, v in counts(batch, CFG).items()})
+    assert record["loss"] == pytest.approx(means.pop("nll"))
+    assert {name: record[name] for name in means} == pytest.approx(means)

@@ -75,7 +75,7 @@ def make(grid, micro=1, optimizer="sgd", rows=ROWS, model=None, dtype=F64, **set
         data=Data(train=rows, held_out=rows, seed=None),
         comm=comm,
         specs=model_specs(cfg),
-        trained=tuple(trained(model_specs(cfg), config.indexer.stage)),
+        trained=tuple(trained(model_specs(cfg), config.indexer.stage, config.mtp_depths)),
         loss=partial(loss, cfg=cfg, comm=comm, terms=config.terms, recompute=config.recompute == "layer"),
     )
     whole = flatten(random_params(cfg, dtype=dtype))

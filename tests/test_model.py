@@ -54,7 +54,7 @@ def test_flops_count_matrices_the_head_and_causal_pairs(tied):
     attn, ffn, head = (6 + 3 + 3 + 6) * 8 * 22, 3 * 26 * 22, 29 * 22
     pairs = 2 * 6 * 8 * (1 + 2 + 3 + 4 + 5) / 5  # layers, heads, head dim, keys of a query on average
     counted = 6 * (2 * (attn + ffn) + head) + 3 * 2 * 2 * pairs
-    assert flops_per_token(tiny(tie_word_embeddings=tied), 5) == counted
+    assert flops_per_token(tiny(tie_word_embeddings=tied), 5, PLAIN) == counted
 
 
 @EACH_FAMILY

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from training import numbers, text, train
 
 from configs import RUNS
-from glm5fn import flatten, init_params, run
+from glm5fn import flatten, init_params, run, save
 from glm5fn.checkpoint import newest, read_state
 from glm5fn.command import parse
 from glm5fn.record import read_metrics
@@ -176,3 +176,46 @@ def test_moments_that_the_stage_of_a_checkpoint_should_have_left_are_missed_by_n
         said = refuse(*FLAGS, "--out", tmp_path / "x", "--resume", start, "--indexer.stage", stage)
         assert f"--resume {start}: not of this model and optimizer: {path} does not hold what it must: " in said
         assert "missing: square.layers.1.attn.indexer.weights, updates.mtp.0.attn.indexer.k_norm" in said
+
+
+def test_multi_token_prediction_that_is_not_trained_stays_as_it_is_and_has_no_moments(go, tmp_path):
+    go("x", "sparse", 3, "--mtp.coef", "0")
+    params, moments = weights(tmp_path / "x")
+    mtp = {path for path in params if path.startswith("mtp.")}
+    assert mtp and moved(params, fresh()) == params.keys() - mtp
+    assert with_moments(moments) == {path for path in params.keys() - mtp if "router_bias" not in path}
+    go("x", "sparse", 5)  # from here on it is trained
+    assert moved(weights(tmp_path / "x")[0], params) >= mtp
+
+
+def test_weight_sets_beyond_the_last_depth_stay_as_they_are(go, tmp_path):
+    go("x", "sparse", 2, "--model.num-nextn-predict-layers", "3")
+    params, moments = weights(tmp_path / "x")
+    assert any(path.startswith("mtp.2.") for path in params)
+    assert {path.split(".")[1] for path in with_moments(moments) if path.startswith("mtp.")} == {"0", "1"}
+
+
+def test_a_warm_up_learns_from_tokens_without_labels_and_is_evaluated_on_the_attention_that_it_trains(tmp_path):
+    tokens = torch.randint(0, 99, (4, 12), generator=torch.Generator().manual_seed(0))
+    targets = torch.full_like(tokens, -100)
+    targets[3, 3] = 7
+    save_file({"tokens": tokens, "targets": targets}, tmp_path / "a.safetensors")
+    argv = [*FLAGS, *SCHEDULE, "--data.path", tmp_path / "a.safetensors", "--data.global-batch", "2"]
+    stage = ["--indexer.stage", "dense-warmup", "--steps", "1"]
+    assert train(*argv, *stage, "--out", tmp_path / "x") == 0  # its first two rows have no label
+    record = read_metrics(tmp_path / "x")[0]
+    assert record["skipped"] == 0 and record["loss"] is None and record["kl"] > 0
+    assert moved(weights(tmp_path / "x")[0], fresh()) == indexers(fresh())
+    run = parse([*FLAGS, "--indexer.stage", "dense-warmup"], RUNS).run
+    assert run.evaluated.indexer.stage == "dense-warmup" and not run.evaluated.indexer.coef
+
+
+def test_a_router_bias_that_is_not_finite_is_refused_before_the_first_step(tmp_path, capsys):
+    cfg = parse(FLAGS, RUNS).run.model
+    params = init_params(cfg)
+    params["layers"]["1"]["ffn"]["router_bias"][2] = float("nan")
+    save(tmp_path / "w", params, cfg)
+    argv = [*FLAGS, *SCHEDULE, "--data.path", text(tmp_path), "--init", tmp_path / "w", "--out", tmp_path / "x"]
+    assert train(*argv, "--steps", "2") == 1
+    assert "layers.1.ffn.router_bias has numbers that are not finite" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
