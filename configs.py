@@ -25,7 +25,6 @@ GLM4_9B = ModelConfig(
     head_dim=128,
     attention_bias=True,
     partial_rotary_factor=0.5,
-    rope_theta=1e4,
     max_position_embeddings=32768,
     rms_norm_eps=1e-5,
     initializer_range=0.01,
@@ -49,24 +48,20 @@ TINY = ModelConfig(
     num_attention_heads=6,
     num_key_value_heads=2,
     head_dim=32,
-    rope_theta=1e4,
     max_position_embeddings=4096,
 )
 # Shapes: docs.nvidia.com/nemo/megatron-bridge/latest/models/llm/glm45.html; what it leaves out is as in config.json of
 # zai-org/GLM-4.7 and PrimeIntellect/INTELLECT-3-Base (GLM-4.5-Air) on huggingface.co, and in slime's
 # scripts/models/glm4.5-355B-A32B.sh and glm4.5-106B-A12B.sh.
-GLM45_355B = ModelConfig(
+GLM45_355B = replace(
+    GLM4_9B,
     model_type="glm4_moe",
-    vocab_size=151552,
     hidden_size=5120,
     intermediate_size=12288,
     num_hidden_layers=92,
     num_attention_heads=96,
     num_key_value_heads=8,
-    head_dim=128,
-    attention_bias=True,
     use_qk_norm=True,
-    partial_rotary_factor=0.5,
     n_routed_experts=160,
     num_experts_per_tok=8,
     n_shared_experts=1,
@@ -76,9 +71,7 @@ GLM45_355B = ModelConfig(
     num_nextn_predict_layers=1,
     rope_theta=1e6,
     max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    eos_token_id=(151329, 151336, 151338),
-    pad_token_id=151329,
+    initializer_range=0.02,
 )
 GLM45_AIR = replace(
     GLM45_355B,
@@ -223,9 +216,10 @@ MODELS = {
 
 # The tensor axes that may be cut to store a part on each rank.
 WIDE = ("embed", "q_rank", "kv_rank")
+EXPERT = ("expert",)
 
 LAYOUTS = {
-    "fsdp": Layout(store={"fsdp": WIDE}),
+    "fsdp": Layout(store={"fsdp": WIDE, "ep": EXPERT, "rest": WIDE}, compute={"ep": EXPERT}),
 }
 
 DENSE_TINY = RunConfig(
@@ -235,8 +229,7 @@ DENSE_TINY = RunConfig(
     data=DataConfig(seq_len=256, global_batch=8, micro_batch=4),
     optim=OptimConfig(lr=3e-4, min_lr=3e-5, warmup_steps=10, decay_steps=1000),
 )
-# A rate that evens the loads out within a hundred steps.
-MOE_TINY = replace(DENSE_TINY, router=RouterConfig(bias_rate=0.01))
+MOE_TINY = replace(DENSE_TINY, router=RouterConfig(bias_rate=0.01))  # evens the loads out within a hundred steps
 DENSE_HALF_B = RunConfig(
     name="dense-0.5b",
     model=MODELS["dense-0.5b"],
@@ -251,7 +244,7 @@ GLM5_RUN = RunConfig(
     name="glm5-744b",
     model=MODELS["glm5-744b"],
     layout=LAYOUTS["fsdp"],
-    mesh=MeshConfig(dp_shard=256),
+    mesh=MeshConfig(dp_shard=256, ep=32),
     data=DataConfig(seq_len=4096, global_batch=256, micro_batch=1),
     optim=OptimConfig(lr=1e-5, min_lr=1e-6, warmup_steps=100, decay_steps=10000),
     indexer=SPARSE,
@@ -277,9 +270,7 @@ RUNS = {
     run.name: run
     for run in (
         DENSE_TINY,
-        replace(DENSE_TINY, name="dense-dp2", mesh=MeshConfig(dp_shard=2)),
         DENSE_HALF_B,
-        replace(DENSE_HALF_B, name="dense-0.5b-dp2", mesh=MeshConfig(dp_shard=2)),
         *(replace(MOE_TINY, name=name, model=MODELS[name]) for name in ("moe-tiny", "mla-tiny")),
         *(replace(MOE_TINY, name=name, model=MODELS[name], indexer=SPARSE) for name in ("dsa-tiny", "mtp-tiny")),
         replace(
@@ -287,7 +278,7 @@ RUNS = {
             name="glm5-tiny",
             model=MODELS["glm5-tiny"],
             indexer=SPARSE,
-            data=DataConfig(seq_len=128, global_batch=8, micro_batch=8),
+            data=DataConfig(seq_len=128, global_batch=8, micro_batch=4),
         ),
         replace(MOE_TINY, name="dsa-warmup-tiny", model=MODELS["dsa-tiny"], indexer=WARMUP),
         *(replace(DENSE_HALF_B, name=name, model=MODELS[name]) for name in ("moe-0.5b", "mla-0.5b")),
@@ -298,3 +289,12 @@ RUNS = {
         replace(GLM5_RUN, name="glm5.2-744b", model=MODELS["glm5.2-744b"]),
     )
 }
+GRIDS = {
+    "dense-dp2": ("dense-tiny", MeshConfig(dp_shard=2)),
+    "dense-0.5b-dp2": ("dense-0.5b", MeshConfig(dp_shard=2)),
+    "moe-ep2": ("moe-tiny", MeshConfig(dp_shard=2, ep=2)),
+    "dsa-cp2": ("dsa-tiny", MeshConfig(cp=2)),
+    "glm5-dp2-ep2": ("glm5-tiny", MeshConfig(dp_shard=2, ep=2)),
+    "glm5-cp2-ep2": ("glm5-tiny", MeshConfig(cp=2, ep=2)),
+}
+RUNS |= {name: replace(RUNS[base], name=name, mesh=mesh) for name, (base, mesh) in GRIDS.items()}

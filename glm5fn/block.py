@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from .batch import Documents
+from .comm import LOCAL, Comm
 from .config import ModelConfig
 from .dsa import Selected, attn_dsa, indexer_specs
 from .ffn import mlp, mlp_specs
@@ -54,24 +54,6 @@ class Passed(NamedTuple):
     terms: dict[str, Tensor]
 
 
-class Documents(NamedTuple):
-    """Where the tokens of a batch stand.
-
-    positions: for RoPE; 0, 1, ... if None. segments: a token attends inside its own only. real: the tokens that count
-    for the experts' load and the indexers' loss; all if None.
-    """
-
-    positions: Int[Tensor, "b s"] | None = None
-    segments: Int[Tensor, "b s"] | None = None
-    real: Bool[Tensor, "b s"] | None = None
-
-    @classmethod
-    def of(cls, positions: Tensor | None, segments: Tensor | None) -> "Documents":
-        if segments is None:
-            return cls(positions)
-        return cls(restart(segments) if positions is None else positions, segments, segments != 0)
-
-
 ANYWHERE = Documents()
 
 
@@ -85,6 +67,7 @@ def block(
     cfg: ModelConfig,
     ends: bool = True,
     terms: Terms = PLAIN,
+    comm: Comm = LOCAL,
     kernels: Kernels = TORCH,
 ) -> Passed:
     """One layer on plain local parameters: attention and MLP, each normed before (GLM-4-0414: also after) and added.
@@ -107,6 +90,7 @@ def block(
             theta=cfg.rope_theta,
             interleaved=cfg.rope_interleaved,
             eps=cfg.rms_norm_eps,
+            comm=comm,
             kernels=kernels,
         )
     elif cfg.index_topk:
@@ -124,6 +108,7 @@ def block(
             ends=ends,
             chosen=chosen,
             real=where.real,
+            comm=comm,
             kernels=kernels,
         )
         found |= {} if kl is None else {"kl": kl}
@@ -135,12 +120,13 @@ def block(
             where.segments,
             theta=cfg.rope_theta,
             eps=cfg.latent_norm_eps,
+            comm=comm,
             kernels=kernels,
         )
     x = x + (norm(y, "attn_post_norm") if cfg.post_norms else y)
     normed = norm(x, "ffn_norm")
     if "router" in params["ffn"]:
-        y, routed = moe_of(params["ffn"], normed, where, cfg, terms.router, kernels)
+        y, routed = moe_of(params["ffn"], normed, where, cfg, terms.router, comm, kernels)
         found |= routed
     else:
         y = mlp(params["ffn"], normed, kernels=kernels)
@@ -148,7 +134,7 @@ def block(
 
 
 def moe_of(
-    params: Params, x: Tensor, where: Documents, cfg: ModelConfig, terms: RouterConfig, kernels: Kernels
+    params: Params, x: Tensor, where: Documents, cfg: ModelConfig, terms: RouterConfig, comm: Comm, kernels: Kernels
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The experts' output, and what the router adds to the training loss and to its own balance."""
     topk, experts = cfg.num_experts_per_tok, cfg.n_routed_experts
@@ -163,18 +149,7 @@ def moe_of(
     )
     found = {"load": load(routing.chosen, experts, where.real)}
     if terms.balance_coef:
-        found["balance"] = balance_loss(routing, where.segments, where.real)
+        found["balance"] = balance_loss(routing, where.segments, where.real, comm=comm)
     if terms.z_coef:
         found["z"] = z_loss(routing.logits, where.real)
-    return moe(params, x, topk, routing=routing, kernels=kernels), found
-
-
-def restart(segments: Int[Tensor, "b s"]) -> Int[Tensor, "b s"]:
-    """Positions that start at 0 in each run of equal segment numbers.
-
-    >>> restart(torch.tensor([[1, 1, 2, 2, 2, 0]]))
-    tensor([[0, 1, 0, 1, 2, 0]])
-    """
-    steps = torch.arange(segments.shape[-1], device=segments.device).expand_as(segments)
-    fresh = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
-    return steps - torch.where(fresh, steps, 0).cummax(-1).values
+    return moe(params, x, topk, routing=routing, comm=comm, kernels=kernels), found

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from . import settings
 from .directory import aside, atomic_directory, settle
 from .files import TensorFiles, contract
-from .mesh import agree, place, rank, whole_tensor
+from .mesh import Grid, agree, place, rank, whole_tensor
 from .model import model_specs
 from .settings import CONFIG, MOMENTS, RunConfig
 from .spec import Param, Region, Specs, rows, shape, trained
@@ -150,7 +149,7 @@ def open_tensors(path: Path, run: RunConfig) -> tuple[TensorFiles, TensorFiles]:
     return params, TensorFiles.open_file(path / "moments.safetensors", lambda rows: contract(rows, expected))
 
 
-def restore(path: Path, run: RunConfig, mesh: DeviceMesh | None, device: str) -> State:
+def restore(path: Path, run: RunConfig, grid: Grid | None, device: str) -> State:
     """Read a checkpoint onto this grid, each rank only its own parts, whatever grid wrote it.
 
     What learns now and did not when it was saved starts with moments of zero; those of what learned then only are
@@ -169,7 +168,7 @@ def restore(path: Path, run: RunConfig, mesh: DeviceMesh | None, device: str) ->
             part = files.read(prefix + key, region) if known else torch.zeros([size for _, size in region])
             return part.to(device)
 
-        return place(specs, dims, mesh, run.layout, read)
+        return place(specs, dims, grid, run.layout, read)
 
     trees = {
         kind: tree(moments, unflatten({k: flat[k] for k in learning}), f"{kind}.") for kind in MOMENTS[run.optim.name]

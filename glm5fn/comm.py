@@ -1,8 +1,8 @@
 """`Comm`: the exchanges that model code may ask for. `local()` is the identity, for one rank."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,14 @@ from .tree import tree_map
 Tree = Mapping[str, Any]
 
 
+class Span(NamedTuple):
+    """Queries of a rank that stand one after the other: those from low to high, the last at key end - 1."""
+
+    low: int
+    high: int
+    end: int
+
+
 @dataclass(frozen=True)
 class Comm:
     """The exchanges of one rank grid.
@@ -19,10 +27,23 @@ class Comm:
     fetch: (parameters as they rest, their rows) -> plain local tensors in the compute dtype, wide rows in at least
     fp32; their gradients take the way back.
     sum: a plain tensor summed over all ranks, without gradient.
+    split: how many ranks share the tokens of a row. parts: into how many equal parts a row must be cut for them.
+    mine: [b, t, ...] -> [b, s, ...], this rank's tokens of each row.
+    gather: tensors of one dtype [b, s, ...] -> each [b, t, ...], of all tokens in their order, in one exchange; the
+    gradients of all ranks are summed on the way back.
+    spans: s -> where this rank's tokens stand.
+    experts: (the kernel, x [n, d], chosen [n, a], weights [n, a], this rank's gate_up and down) -> [n, d], as the
+    kernel on all experts; every rank must call it, with tokens or without.
     """
 
     fetch: Callable[[Tree, Tree], Tree]
     sum: Callable[[Tensor], Tensor]
+    split: int = 1
+    parts: int = 1
+    mine: Callable[[Tensor], Tensor] = lambda values: values
+    gather: Callable[..., tuple[Tensor, ...]] = lambda *parts: parts
+    spans: Callable[[int], tuple[Span, ...]] = lambda steps: (Span(0, steps, steps),)
+    experts: Callable[..., Tensor] = lambda kernel, *inputs: kernel(*inputs)
 
 
 def local(dtype: torch.dtype | None = None) -> Comm:
@@ -35,3 +56,25 @@ def local(dtype: torch.dtype | None = None) -> Comm:
 
 
 LOCAL = local()
+
+
+def over_spans(
+    function: Callable[..., Tensor],
+    spans: Sequence[Span],
+    queries: Sequence[Tensor | None],
+    keys: Sequence[Tensor | None],
+) -> Tensor:
+    """Call a function, whose queries stand at the last of its keys, for each span; results side by side, or summed.
+
+    queries: of this rank, and keys: of all, along dim 1. function: (*queries, *keys) -> [b, s, ...], or a sum [].
+    """
+    if len(spans) == 1 and all(part is None or part.shape[1] == spans[0].end for part in keys):
+        return function(*queries, *keys)
+    found = [
+        function(
+            *(None if part is None else part[:, span.low : span.high] for part in queries),
+            *(None if part is None else part[:, : span.end] for part in keys),
+        )
+        for span in spans
+    ]
+    return torch.cat(found, 1) if found[0].dim() else torch.stack(found).sum()

@@ -12,7 +12,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from . import checkpoint, settings
+from . import checkpoint, limits, settings
 from .data import source
 from .device import choose, widest
 from .hf import open_model
@@ -74,9 +74,9 @@ def parse(argv: Sequence[str], runs: Mapping[str, RunConfig]) -> Command:
             raise ConfigError(f"--init {ask.init}: {error}") from error
     default = Command(**vars(ask), run=base)
     run = tyro.cli(Command, args=argv, default=default, config=(tyro.conf.SuppressFixed,)).run
-    settings.refuse(run)
+    limits.refuse(run)
     asked = settings.differences(settings.dump(base), settings.dump(run))
-    for name, why in settings.idle(run).items():
+    for name, why in limits.idle(run).items():
         if name in asked:
             raise ConfigError(f"--{name.replace('_', '-')} would change nothing, since {why}: leave it out")
     return replace(default, run=replace(run, device=choose(run.device)))
@@ -99,7 +99,7 @@ def refuse(command: Command) -> None:
     if started != str(mesh.world):
         raise ConfigError(
             f"the launcher started {started} processes, the mesh needs mesh.dp-replicate ({mesh.dp_replicate}) x "
-            f"mesh.dp-shard ({mesh.dp_shard}) = {mesh.world}: start as many, or change the mesh"
+            f"mesh.dp-shard ({mesh.dp_shard}) x mesh.cp ({mesh.cp}) = {mesh.world}: start as many, or change the mesh"
         )
     if run.deterministic and widest(run.device) != torch.float64:
         raise ConfigError(f"--deterministic sums in fp64, which {run.device} does not have: leave it out")

@@ -1,13 +1,14 @@
 """Sparse attention over latents (DeepSeek-V3.2's DSA): a light indexer selects the keys of each query."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
+import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .comm import LOCAL, Comm, Span, over_spans
 from .config import ModelConfig
 from .kernels import TORCH, Kernels
 from .mla import absorb, expanded, merge, nope_dim, project, query_latent, values
@@ -72,7 +73,7 @@ def make_index(
     q = kernels.linear(q_latent, rearrange(params["q"], "i j q -> (i j) q"))
     q = kernels.rope(rearrange(q, "b s (i j) -> b s i j", j=params["q"].shape[1]), cos, sin, True)
     k = kernels.linear(x, params["k"])
-    k = torch.nn.functional.layer_norm(k, k.shape[-1:], params["k_norm"], params["k_norm_bias"], K_NORM_EPS)
+    k = F.layer_norm(k, k.shape[-1:], params["k_norm"], params["k_norm_bias"], K_NORM_EPS)
     k = kernels.rope(k[:, :, None], cos, sin, True)[:, :, 0]
     return Index(q, k, kernels.linear(upcast(x), upcast(params["weights"])))
 
@@ -81,24 +82,39 @@ def choose(
     params: Mapping[str, Any],
     x: Float[Tensor, "b s d"],
     positions: Int[Tensor, "b s"] | None,
-    segments: Int[Tensor, "b s"] | None,
+    segments: Int[Tensor, "b t"] | None,
     *,
     topk: int,
     rotary: int,
     theta: float,
     eps: float,
+    comm: Comm = LOCAL,
     kernels: Kernels = TORCH,
 ) -> Int[Tensor, "b s g"]:
     """The keys that `attn_dsa` would select, by itself. params: q_a, q_a_norm and indexer."""
     index = make_index(params["indexer"], x, query_latent(params, x, eps, kernels), positions, rotary, theta, kernels)
-    return kernels.select(*index, segments, topk)
+    (keys,) = comm.gather(index.k)
+    return select(index._replace(k=keys), segments, topk, comm.spans(x.shape[1]), kernels)
+
+
+def select(
+    index: Index, segments: Int[Tensor, "b t"] | None, topk: int, spans: Sequence[Span], kernels: Kernels
+) -> Int[Tensor, "b s g"]:
+    """The keys of each query, among all."""
+
+    def selected(q: Tensor, weights: Tensor, k: Tensor, segments: Tensor | None) -> Int[Tensor, "b s g"]:
+        chosen = kernels.select(q, k, weights, segments, topk)
+        fewer = topk - chosen.shape[-1]
+        return F.pad(chosen, (0, fewer), value=-1) if fewer else chosen
+
+    return over_spans(selected, spans, (index.q, index.weights), (index.k, segments))
 
 
 def attn_dsa(
     params: Mapping[str, Any],
     x: Float[Tensor, "b s d"],
     positions: Int[Tensor, "b s"] | None = None,
-    segments: Int[Tensor, "b s"] | None = None,
+    segments: Int[Tensor, "b t"] | None = None,
     selected: Selected | None = None,
     *,
     topk: int = 2048,
@@ -109,6 +125,7 @@ def attn_dsa(
     ends: bool = True,
     chosen: Int[Tensor, "b s g"] | None = None,
     real: Bool[Tensor, "b s"] | None = None,
+    comm: Comm = LOCAL,
     kernels: Kernels = TORCH,
 ) -> Sparse:
     """Latent attention in which each query attends to the topk keys that an indexer scores highest.
@@ -123,29 +140,58 @@ def attn_dsa(
     latents = project(params, x, positions, theta, eps, kernels)
     nope, rank = nope_dim(params), params["kv_a_norm"].shape[0]
     scale = latents.q.shape[-1] ** -0.5
-    sparse = x.shape[1] > topk and not dense
+    spans, sparse = comm.spans(x.shape[1]), x.shape[1] * comm.split > topk and not dense
+    keys, index = latents.keys, None
     if "indexer" in params:
-        index = None
         if taught or (sparse and chosen is None):
             indexer = params["indexer"] if taught else {name: leaf.detach() for name, leaf in params["indexer"].items()}
             inputs = x.detach(), latents.q_latent.detach(), positions
             index = make_index(indexer, *inputs, latents.q.shape[-1] - nope, theta, kernels)
+            keys, index_keys = comm.gather(keys, index.k)
+            index = index._replace(k=index_keys)
             if sparse and chosen is None:
-                chosen = kernels.select(*index, segments, topk)
+                chosen = select(index, segments, topk, spans, kernels)
         selected = Selected(chosen if sparse else None, index if taught else None)
     elif selected is None:
         raise ValueError("this layer has no indexer of its own, so it needs what an earlier layer selected")
+    if index is None:
+        (keys,) = comm.gather(keys)
     if selected.chosen is None:
-        folded, y = None, expanded(params, latents.q, latents.keys, segments, kernels)
+        folded, y = None, expanded(params, latents.q, keys, segments, spans, kernels)
     else:
         folded = absorb(params, latents.q)
-        mixed = kernels.sparse_attention(folded, latents.keys, selected.chosen, rank, scale)
-        y = values(params, mixed, nope)
+
+        def attend(q: Tensor, chosen: Tensor, keys: Tensor) -> Float[Tensor, "b s h c"]:
+            return kernels.sparse_attention(q, keys, chosen, rank, scale)
+
+        y = values(params, over_spans(attend, spans, (folded, selected.chosen), (keys,)), nope)
     kl, index = None, selected.index
     if index is not None:
         folded = absorb(params, latents.q) if folded is None else folded
-        selected = selected._replace(teachers=(*selected.teachers, (folded.detach(), latents.keys.detach())))
+        selected = selected._replace(teachers=(*selected.teachers, (folded.detach(), keys.detach())))
         if ends:
-            kl = kernels.index_loss(selected.teachers, *index, selected.chosen, segments, real, scale)
+            kl = index_loss(selected, index, segments, real, scale, spans, kernels)
             selected = Selected(selected.chosen)
     return Sparse(merge(params, y, kernels), selected, kl)
+
+
+def index_loss(
+    selected: Selected,
+    index: Index,
+    segments: Int[Tensor, "b t"] | None,
+    real: Bool[Tensor, "b s"] | None,
+    scale: float,
+    spans: Sequence[Span],
+    kernels: Kernels,
+) -> Float[Tensor, ""]:
+    """What an indexer learns from its teachers, summed over this rank's real queries."""
+    queries, keys = zip(*selected.teachers, strict=True)
+    count = len(queries)
+
+    def summed(q: Tensor, weights: Tensor, chosen: Tensor | None, real: Tensor | None, *rest: Tensor) -> Tensor:
+        (*queries, k, segments), keys = rest[: count + 2], rest[count + 2 :]
+        teachers = list(zip(queries, keys, strict=True))
+        return kernels.index_loss(teachers, q, k, weights, chosen, segments, real, scale)
+
+    own = (index.q, index.weights, selected.chosen, real, *queries)
+    return over_spans(summed, spans, own, (index.k, segments, *keys))

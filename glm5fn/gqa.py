@@ -6,6 +6,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .comm import LOCAL, Comm, over_spans
 from .config import ModelConfig
 from .kernels import TORCH, Kernels
 from .ops import rotation
@@ -37,12 +38,13 @@ def attn_gqa(
     params: Mapping[str, Tensor],
     x: Float[Tensor, "b s d"],
     positions: Int[Tensor, "b s"] | None = None,
-    segments: Int[Tensor, "b s"] | None = None,
+    segments: Int[Tensor, "b t"] | None = None,
     *,
     rotary_dim: int | None = None,
     theta: float = 1e4,
     interleaved: bool = True,
     eps: float = 1e-6,
+    comm: Comm = LOCAL,
     kernels: Kernels = TORCH,
 ) -> Float[Tensor, "b s d"]:
     """Causal attention with fewer key and value heads than query heads.
@@ -65,6 +67,11 @@ def attn_gqa(
         q, k = kernels.rms_norm(q, params["q_norm"], eps), kernels.rms_norm(k, params["k_norm"], eps)
     cos, sin = rotation(x, positions, head_dim if rotary_dim is None else rotary_dim, theta)
     q, k = kernels.rope(q, cos, sin, interleaved), kernels.rope(k, cos, sin, interleaved)
-    q, k, v = (rearrange(part, "b s h k -> b h s k") for part in (q, k, v))
-    y = kernels.attention(q, k, v, segments)
-    return kernels.linear(rearrange(y, "b h s u -> b s (h u)"), rearrange(params["o"], "d h u -> d (h u)"))
+    k, v = comm.gather(k, v)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Float[Tensor, "b s (h u)"]:
+        q, k, v = (rearrange(part, "b s h k -> b h s k") for part in (q, k, v))
+        return rearrange(kernels.attention(q, k, v, segments), "b h s u -> b s (h u)")
+
+    y = over_spans(attend, comm.spans(x.shape[1]), (q,), (k, v, segments))
+    return kernels.linear(y, rearrange(params["o"], "d h u -> d (h u)"))

@@ -7,34 +7,26 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .block import Documents, Params, restart
+from .batch import prepare
+from .block import Params
+from .comm import LOCAL, Comm
 from .config import ModelConfig
 from .kernels.reference import IGNORE
 from .model import Engine, add, head_weight, trunk
-from .mtp import ahead, depths, reaches
+from .mtp import depths
 
 
-def targets_ahead(batch: Mapping[str, Tensor], depth: int) -> Int[Tensor, "b s"]:
-    """What each position must predict at a depth of multi-token prediction: nothing beyond its document."""
-    inside = reaches(batch.get("segments"), depth, batch["tokens"])
-    return ahead(batch["targets"], depth, IGNORE).masked_fill(~inside, IGNORE)
-
-
-def counts(batch: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Int[Tensor, ""]]:
+def counts(batch: Mapping[str, Tensor], cfg: ModelConfig, comm: Comm = LOCAL) -> dict[str, Int[Tensor, ""]]:
     """By what the parts of the loss are divided; each adds up over batches and ranks.
 
     labels: positions that must predict the next token. mtp_1, ...: those that must predict at that depth.
     real: tokens that are not padding. documents: in each row, one without segments.
     """
-    tokens, segments = batch["tokens"], batch.get("segments")
-    if segments is None:
-        real, documents = torch.tensor(tokens.numel()), torch.tensor(len(tokens))
-    else:
-        held = segments != 0
-        real, documents = held.sum(), (held & (restart(segments) == 0)).sum()
-    further = {f"mtp_{d}": (targets_ahead(batch, d) != IGNORE).sum() for d in range(1, cfg.mtp_depths + 1)}
-    labels = (batch["targets"] != IGNORE).sum()
-    return {"labels": labels, "real": real.to(labels), "documents": documents.to(labels), **further}
+    own = prepare(batch, cfg.mtp_depths, comm)
+    real = torch.ones_like(own.tokens, dtype=torch.bool) if own.where.real is None else own.where.real
+    found = {"labels": own.targets != IGNORE, "real": real, "documents": own.begins}
+    found |= {f"mtp_{d}": further.targets != IGNORE for d, further in enumerate(own.further, 1)}
+    return {name: part.sum() for name, part in found.items()}
 
 
 def loss(
@@ -53,22 +45,24 @@ def loss(
     Returns the loss and the metrics, each a sum over this batch that adds up over batches and ranks: nll, mtp_1, ...,
     kl, balance and z, and load, the tokens that each expert got, by the path of its layer.
     """
-    engine, where = Engine(**how), Documents.of(batch.get("positions"), batch.get("segments"))
-    count = counts(batch, cfg) if count is None else count
+    engine = Engine(**how)
+    own = prepare(batch, cfg.mtp_depths, engine.comm)
+    count = counts(batch, cfg, engine.comm) if count is None else count
     indexer, router, mtp = engine.terms.indexer, engine.terms.router, engine.terms.mtp
-    x, terms = trunk(params, batch["tokens"], cfg, where, engine)
+    x, terms = trunk(params, own.tokens, cfg, own.where, engine)
 
     def nll(x: Tensor, targets: Tensor, detach: bool = False) -> Tensor:
         head = head_weight(params, cfg, engine)
         return engine.kernels.token_loss(x.flatten(0, 1), head.detach() if detach else head, targets.flatten())
 
-    sums = {"nll": nll(x, batch["targets"])}
+    sums = {"nll": nll(x, own.targets)}
     weights = {"nll": (1.0, "labels"), "kl": (indexer.coef, "real")}
     weights |= {"balance": (router.balance_coef, "documents"), "z": (router.z_coef, "real")}
     if mtp.coef and cfg.mtp_depths:
         start = x.detach() if mtp.detach_trunk else x
-        for d, depth in enumerate(depths(params, batch["tokens"], start, cfg, where, engine), 1):
-            sums[f"mtp_{d}"] = nll(depth.x, targets_ahead(batch, d), mtp.detach_head)
+        further = zip(own.further, depths(params, start, cfg, own, engine), strict=True)
+        for d, (here, depth) in enumerate(further, 1):
+            sums[f"mtp_{d}"] = nll(depth.x, here.targets, mtp.detach_head)
             weights[f"mtp_{d}"] = (mtp.coef / cfg.mtp_depths, f"mtp_{d}")
             terms = add(terms, depth.terms)
     sums |= {name: value for name, value in terms.items() if name != "load"}

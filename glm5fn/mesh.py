@@ -1,23 +1,24 @@
-"""The rank grid: its process group, parameters at rest on it (`place`), the exchanges of model code (`comm_for`)."""
+"""The rank grid: its process group, and parameters at rest on it (`place`)."""
 
 import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .comm import Comm, Tree, local
 from .device import BACKENDS
 from .settings import Layout, MeshConfig
 from .spec import Param, Region, Specs, cut, rows, shape, split_dims, whole
-from .tree import tree_map, unflatten
+from .tree import unflatten
 
 
 class RunError(RuntimeError):
@@ -55,23 +56,53 @@ def agree(problem: str | None) -> None:
         raise RunError("; ".join(dict.fromkeys(text for text in problems if text)))
 
 
-def make_mesh(cfg: MeshConfig, kind: str) -> DeviceMesh | None:
-    """The mesh of dense rows, axes (fsdp, replicate); None on one process without a group.
+@dataclass(frozen=True)
+class Grid:
+    """The ranks as what rests on them and what is exchanged sees them; fsdp is dp_shard x cp.
+
+    dense: axes (fsdp, replicate), of rows without an expert axis. expert: axes (rest, ep, replicate), of rows with one;
+    rest x ep is fsdp, so that ep takes no ranks of its own. rows: axis (cp), the ranks that share rows of tokens.
+    balanced: of how the tokens of a row are cut.
 
     Copies of the state are farthest apart in rank order, but fsdp stands before replicate: a gradient is reduced
     axis by axis from the left, and so is scattered before what is left of it is summed over the copies.
     """
+
+    dense: DeviceMesh
+    expert: DeviceMesh
+    rows: DeviceMesh
+    balanced: bool
+
+    def of(self, row: Param) -> DeviceMesh:
+        return self.expert if "expert" in row.names else self.dense
+
+
+def make_grid(cfg: MeshConfig, kind: str) -> Grid | None:
+    """None on one process without a group."""
     if not dist.is_initialized():
         return None
     # DTensor advises to flatten axes that are reduced one after the other; its flattened meshes gather wrongly.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    ranks = torch.arange(cfg.world).view(cfg.dp_replicate, cfg.dp_shard)
-    return DeviceMesh(kind, ranks.T.contiguous(), mesh_dim_names=("fsdp", "replicate"))
+    ranks = torch.arange(cfg.world)
+    dense = rearrange(ranks, "(replicate fsdp) -> fsdp replicate", **cfg.dense)
+    expert = rearrange(ranks, "(replicate rest ep) -> rest ep replicate", **cfg.expert)
+    rows = rearrange(ranks, "(data cp) -> data cp", cp=cfg.cp)
+    return Grid(
+        dense=DeviceMesh(kind, dense.contiguous(), mesh_dim_names=tuple(cfg.dense)),
+        expert=DeviceMesh(kind, expert.contiguous(), mesh_dim_names=tuple(cfg.expert)),
+        rows=DeviceMesh(kind, rows.contiguous(), mesh_dim_names=("data", "cp"))["cp"],
+        balanced=cfg.cp_split == "balanced",
+    )
 
 
-def placements(row: Param, mesh: DeviceMesh, layout: Layout) -> tuple[Shard | Replicate, ...]:
+def data_rank(cfg: MeshConfig) -> tuple[int, int]:
+    """The number of this rank among those that read rows of their own, and how many there are."""
+    return rank() // cfg.cp, cfg.world // cfg.cp
+
+
+def placements(row: Param, mesh: DeviceMesh, table: Mapping[str, tuple[str, ...]]) -> tuple[Shard | Replicate, ...]:
     axes = mesh.mesh_dim_names or ()
-    dims = split_dims(row, axes, layout.store)
+    dims = split_dims(row, axes, table)
     return tuple(Shard(dims[axis]) if axis in dims else Replicate() for axis in axes)
 
 
@@ -89,7 +120,7 @@ def held_region(size: tuple[int, ...], mesh: DeviceMesh, placed: tuple[Shard | R
 def place(
     specs: Specs,
     dims: Mapping[str, int],
-    mesh: DeviceMesh | None,
+    grid: Grid | None,
     layout: Layout,
     read: Callable[[str, Param, Region], Tensor],
 ) -> dict[str, Any]:
@@ -97,10 +128,11 @@ def place(
     flat: dict[str, Tensor] = {}
     for path, row in rows(specs):
         size = shape(row, dims)
-        if mesh is None:
+        if grid is None:
             flat[path] = read(path, row, whole(size))
             continue
-        placed = placements(row, mesh, layout)
+        mesh = grid.of(row)
+        placed = placements(row, mesh, layout.store)
         part = read(path, row, held_region(size, mesh, placed)).contiguous()
         stride = torch.empty(size, device="meta").stride()
         flat[path] = DTensor.from_local(part, mesh, placed, run_check=False, shape=torch.Size(size), stride=stride)
@@ -123,25 +155,3 @@ def copies(tensor: Tensor) -> int:
         return 1
     assert not any(placement.is_partial() for placement in tensor.placements), "a gradient was not reduced"
     return math.prod(n for n, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if p.is_replicate())
-
-
-def comm_for(mesh: DeviceMesh | None, dtype: torch.dtype, grad_dtype: torch.dtype) -> Comm:
-    """The exchanges on this mesh. Blocks compute in dtype; gradients are reduced in grad_dtype."""
-    if mesh is None:
-        return local(dtype)
-
-    def gather(row: Param, tensor: DTensor) -> Tensor:
-        everywhere = [Replicate()] * tensor.device_mesh.ndim
-        forward = row.dtype(dtype)
-        full = tensor.redistribute(placements=everywhere, forward_dtype=forward, backward_dtype=grad_dtype)
-        return full.to_local(grad_placements=[Partial()] * tensor.device_mesh.ndim)
-
-    def fetch(params: Tree, specs: Tree) -> Tree:
-        return tree_map(gather, specs, params)
-
-    def total(value: Tensor) -> Tensor:
-        value = value.detach().clone()
-        dist.all_reduce(value)
-        return value
-
-    return Comm(fetch=fetch, sum=total)

@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are rebuilt from one small latent."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,6 +8,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .comm import LOCAL, Comm, Span, over_spans
 from .config import ModelConfig
 from .kernels import TORCH, Kernels
 from .ops import rotation
@@ -40,7 +41,7 @@ class Latents(NamedTuple):
 
     q_latent: Float[Tensor, "b s q"]
     q: Float[Tensor, "b s h k"]
-    keys: Float[Tensor, "b t c+r"]
+    keys: Float[Tensor, "b s c+r"]
 
 
 def query_latent(
@@ -75,18 +76,23 @@ def expanded(
     params: Mapping[str, Tensor],
     q: Float[Tensor, "b s h k"],
     keys: Float[Tensor, "b t c+r"],
-    segments: Int[Tensor, "b s"] | None,
+    segments: Int[Tensor, "b t"] | None,
+    spans: Sequence[Span],
     kernels: Kernels,
 ) -> Float[Tensor, "b s h u"]:
     """Attention over each head's own keys and values, rebuilt from the latents."""
     heads, rank = params["kv_b"].shape[0], params["kv_a_norm"].shape[0]
     latent, key = keys.split((rank, keys.shape[-1] - rank), -1)
     kv = kernels.linear(latent, rearrange(params["kv_b"], "h n c -> (h n) c"))
-    kv = rearrange(kv, "b t (h n) -> b h t n", h=heads)
+    kv = rearrange(kv, "b t (h n) -> b t h n", h=heads)
     nope = q.shape[-1] - key.shape[-1]
-    k = torch.cat((kv[..., :nope], key[:, None].expand(-1, heads, -1, -1)), -1)
-    y = kernels.attention(rearrange(q, "b s h k -> b h s k"), k, kv[..., nope:], segments)
-    return rearrange(y, "b h s u -> b s h u")
+    k = torch.cat((kv[..., :nope], key[:, :, None].expand(-1, -1, heads, -1)), -1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Float[Tensor, "b s h u"]:
+        q, k, v = (rearrange(part, "b s h k -> b h s k") for part in (q, k, v))
+        return rearrange(kernels.attention(q, k, v, segments), "b h s u -> b s h u")
+
+    return over_spans(attend, spans, (q,), (k, kv[..., nope:], segments))
 
 
 def absorb(params: Mapping[str, Tensor], q: Float[Tensor, "b s h k"]) -> Float[Tensor, "b s h c+r"]:
@@ -115,11 +121,12 @@ def attn_mla(
     params: Mapping[str, Tensor],
     x: Float[Tensor, "b s d"],
     positions: Int[Tensor, "b s"] | None = None,
-    segments: Int[Tensor, "b s"] | None = None,
+    segments: Int[Tensor, "b t"] | None = None,
     *,
     theta: float = 1e4,
     eps: float = 1e-6,
     absorbed: bool = False,
+    comm: Comm = LOCAL,
     kernels: Kernels = TORCH,
 ) -> Float[Tensor, "b s d"]:
     """Causal attention whose keys and values come from one latent of c dims for all heads, and r rotated dims.
@@ -130,10 +137,14 @@ def attn_mla(
     eps: of the norms of both latents. absorbed: attend over the latents themselves instead of expanded keys; equal.
     """
     latents = project(params, x, positions, theta, eps, kernels)
+    (keys,), spans = comm.gather(latents.keys), comm.spans(x.shape[1])
     if not absorbed:
-        return merge(params, expanded(params, latents.q, latents.keys, segments, kernels), kernels)
-    q, keys = rearrange(absorb(params, latents.q), "b s h c -> b h s c"), latents.keys[:, None]
-    mixed = kernels.attention(q, keys, keys, segments, latents.q.shape[-1] ** -0.5)
-    rank = params["kv_a_norm"].shape[0]
-    y = values(params, rearrange(mixed[..., :rank], "b h s c -> b s h c"), nope_dim(params))
-    return merge(params, y, kernels)
+        return merge(params, expanded(params, latents.q, keys, segments, spans, kernels), kernels)
+    rank, scale = params["kv_a_norm"].shape[0], latents.q.shape[-1] ** -0.5
+
+    def attend(q: Tensor, keys: Tensor, segments: Tensor | None) -> Float[Tensor, "b s h c"]:
+        q, keys = rearrange(q, "b s h c -> b h s c"), keys[:, None]
+        return rearrange(kernels.attention(q, keys, keys, segments, scale)[..., :rank], "b h s c -> b s h c")
+
+    mixed = over_spans(attend, spans, (absorb(params, latents.q),), (keys, segments))
+    return merge(params, values(params, mixed, nope_dim(params)), kernels)

@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .block import Documents, Params, Passed, block, block_specs, norm_spec
+from .batch import Documents, prepare
+from .block import Params, Passed, block, block_specs, norm_spec
 from .comm import LOCAL, Comm
 from .config import ModelConfig
 from .dsa import Selected, choose
@@ -101,13 +102,13 @@ class Engine:
         chosen: Int[Tensor, "b s g"] | None = None,
     ) -> Passed:
         """Run one layer on its parameters as they rest. One that will run again selects its keys before, once."""
-        settings = {"cfg": cfg, "ends": ends, "terms": self.terms, "kernels": self.kernels}
+        settings = {"cfg": cfg, "ends": ends, "terms": self.terms, "comm": self.comm, "kernels": self.kernels}
 
         def run(params: Params, x: Tensor, selected: Selected | None, chosen: Tensor | None) -> Passed:
             return self.block(self.comm.fetch(params, specs), x, where, selected, chosen, **settings)
 
         if self.recompute and torch.is_grad_enabled():
-            selects = "indexer" in specs["attn"] and x.shape[1] > cfg.index_topk
+            selects = "indexer" in specs["attn"] and x.shape[1] * self.comm.split > cfg.index_topk
             if selects and chosen is None and self.terms.indexer.stage != "dense-warmup":
                 chosen = self.choose(params, specs, x, where, cfg)
             return checkpoint(run, params, x, selected, chosen, use_reentrant=False, preserve_rng_state=False)
@@ -130,6 +131,7 @@ class Engine:
             rotary=cfg.qk_rope_head_dim,
             theta=cfg.rope_theta,
             eps=cfg.latent_norm_eps,
+            comm=self.comm,
             kernels=self.kernels,
         )
 
@@ -187,8 +189,16 @@ def forward(
     """Token ids -> logits.
 
     segments: 0 is padding, 1.. are documents; attention stays inside each. positions: 0, 1, ... in each segment when
-    absent. how: comm, kernels, block and recompute, see `Engine`.
+    absent. how: comm, kernels, block and recompute, see `Engine`. Where ranks share rows, each has the logits of its
+    own tokens.
     """
     engine = Engine(**how)
-    x = trunk(params, tokens, cfg, Documents.of(positions, segments), engine).x
+    prepared = prepare(inputs(tokens, positions, segments), 0, engine.comm)
+    x = trunk(params, prepared.tokens, cfg, prepared.where, engine).x
     return engine.kernels.linear(x, head_weight(params, cfg, engine))
+
+
+def inputs(tokens: Tensor, positions: Tensor | None, segments: Tensor | None) -> dict[str, Tensor]:
+    """A batch of what is given."""
+    found = {"tokens": tokens, "positions": positions, "segments": segments}
+    return {name: part for name, part in found.items() if part is not None}

@@ -10,6 +10,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .comm import LOCAL, Comm
 from .config import ModelConfig
 from .ffn import mlp
 from .kernels import TORCH, Kernels
@@ -98,6 +99,7 @@ def moe(
     norm_topk: bool = True,
     scale: float = 1.0,
     routing: Routing | None = None,
+    comm: Comm = LOCAL,
     kernels: Kernels = TORCH,
 ) -> Float[Tensor, "b s d"]:
     """The weighted sum of each token's chosen experts, plus the shared expert if there is one.
@@ -109,7 +111,8 @@ def moe(
         routing = route(params, x, topk, groups=groups, kept_groups=kept_groups, norm_topk=norm_topk, scale=scale)
     chosen, weights = routing.chosen.flatten(0, 1), routing.weights.flatten(0, 1)
     experts = params["experts"]
-    y = kernels.experts(x.flatten(0, 1), chosen, weights, experts["gate_up"], experts["down"]).view_as(x)
+    inputs = x.flatten(0, 1), chosen, weights, experts["gate_up"], experts["down"]
+    y = comm.experts(kernels.experts, *inputs).view_as(x)
     return y + mlp(params["shared"], x, kernels=kernels) if "shared" in params else y
 
 
@@ -129,18 +132,22 @@ def balanced(bias: Float[Tensor, "e"], load: Int[Tensor, "e"], rate: float) -> F
 
 
 def balance_loss(
-    routing: Routing, documents: Int[Tensor, "b s"] | None = None, real: Bool[Tensor, "b s"] | None = None
+    routing: Routing,
+    documents: Int[Tensor, "b t"] | None = None,
+    real: Bool[Tensor, "b s"] | None = None,
+    *,
+    comm: Comm = LOCAL,
 ) -> Float[Tensor, ""]:
     """The sequence-wise balance loss of each document, summed over documents (eq. 17-20, without alpha).
 
     As in the paper, an expert's frequency counts the tokens of which it is among the highest scores: the bias and
     the groups have no part in it. documents: a new one begins where the number changes (`segments` will do); a row is
-    one when absent. real: which tokens count, all when absent.
+    one when absent. real: which tokens count, all when absent. Ranks that share rows have an equal part of the sum.
     """
-    scores = routing.scores
-    rows, steps, experts = scores.shape
-    topk = routing.chosen.shape[-1]
+    scores, topk = routing.scores, routing.chosen.shape[-1]
     kept = torch.ones_like(scores[..., :1]) if real is None else real[..., None].type_as(scores)
+    scores, kept = comm.gather(scores, kept)
+    rows, steps, experts = scores.shape
     picked = torch.zeros_like(scores).scatter(-1, best(scores, topk), 1.0) * kept
     shares = scores / (scores.sum(-1, keepdim=True) + TINY) * kept
     first = torch.arange(0, rows * steps, max(steps, 1), device=scores.device)[:, None]
@@ -153,7 +160,7 @@ def balance_loss(
         return values.new_zeros(rows * steps, values.shape[-1]).index_add(0, bins, values.flatten(0, 1))
 
     tokens = summed(kept)[:, 0].clamp(min=1)
-    return ((summed(picked) * summed(shares)).sum(-1) * experts / (topk * tokens.square())).sum()
+    return ((summed(picked) * summed(shares)).sum(-1) * experts / (topk * tokens.square())).sum() / comm.split
 
 
 def z_loss(logits: Float[Tensor, "b s e"], real: Bool[Tensor, "b s"] | None = None) -> Float[Tensor, ""]:

@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from .block import Documents, Params, block_specs
+from .batch import Prepared, prepare
+from .block import Params, block_specs
 from .config import ModelConfig
-from .model import Engine, head_weight, mtp_specs, named, outer_specs, trunk
+from .model import Engine, head_weight, inputs, mtp_specs, named, outer_specs, trunk
 
 
 class Depth(NamedTuple):
@@ -20,24 +21,11 @@ class Depth(NamedTuple):
     terms: dict[str, Any]
 
 
-def reaches(segments: Int[Tensor, "b s"] | None, depth: int, like: Int[Tensor, "b s"]) -> Bool[Tensor, "b s"]:
-    """Whether the token `depth` places ahead is there, and of the same document."""
-    if segments is None:
-        segments = torch.ones_like(like)
-    return (segments == ahead(segments, depth, 0)) & (segments != 0)
-
-
-def ahead(values: Int[Tensor, "b s"], depth: int, fill: int) -> Int[Tensor, "b s"]:
-    """What stands `depth` places ahead of each position; `fill` behind the end."""
-    return F.pad(values[:, depth:], (0, min(depth, values.shape[1])), value=fill)
-
-
 def depths(
     params: Params,
-    tokens: Int[Tensor, "b s"],
     x: Float[Tensor, "b s d"],
     cfg: ModelConfig,
-    where: Documents,
+    prepared: Prepared,
     engine: Engine,
 ) -> Iterator[Depth]:
     """The states of each depth of prediction, which starts from those of the depth before: x, normed, for the first.
@@ -48,17 +36,16 @@ def depths(
     """
     norm, eps, chosen = engine.kernels.rms_norm, cfg.rms_norm_eps, None
     outer, last = outer_specs(cfg), cfg.num_hidden_layers
-    for depth in range(1, cfg.mtp_depths + 1):
-        number = (depth - 1) % cfg.num_nextn_predict_layers
+    for depth, further in enumerate(prepared.further):
+        number = depth % cfg.num_nextn_predict_layers
         weights, specs = params["mtp"][str(number)], mtp_specs(cfg, last + number)
-        inside = reaches(where.segments, depth, tokens)
-        embedded = F.embedding(ahead(tokens, depth, 0), engine.fetch(params, outer, "embed"))
+        embedded = F.embedding(further.tokens, engine.fetch(params, outer, "embed"))
         joined = (
             norm(embedded, engine.fetch(weights, specs, "embed_norm"), eps),
             norm(x, engine.fetch(weights, specs, "hidden_norm"), eps),
         )
         x = engine.kernels.linear(torch.cat(joined, -1), engine.fetch(weights, specs, "join"))
-        here, rows = where._replace(real=inside), block_specs(cfg, last + number)
+        here, rows = prepared.where._replace(real=further.real), block_specs(cfg, last + number)
         x, selected, found = engine.layer(weights, rows, x, here, None, cfg, chosen=chosen)
         if engine.terms.mtp.share_indices and selected is not None:
             chosen = selected.chosen
@@ -78,8 +65,9 @@ def forward_mtp(
 
     Else as `forward`. Logits at the last d positions of a document mean nothing at depth d.
     """
-    engine, where = Engine(**how), Documents.of(positions, segments)
-    x = trunk(params, tokens, cfg, where, engine).x
+    engine = Engine(**how)
+    prepared = prepare(inputs(tokens, positions, segments), cfg.mtp_depths, engine.comm)
+    x = trunk(params, prepared.tokens, cfg, prepared.where, engine).x
     head = head_weight(params, cfg, engine)
-    further = [engine.kernels.linear(d.x, head) for d in depths(params, tokens, x, cfg, where, engine)]
+    further = [engine.kernels.linear(d.x, head) for d in depths(params, x, cfg, prepared, engine)]
     return engine.kernels.linear(x, head), further

@@ -38,13 +38,14 @@ def plan(run: RunConfig) -> str:
 
 def memory(run: RunConfig) -> list[tuple[str, str]]:
     """What the parameters take on the first rank: of an uneven cut it holds the larger part, so no rank holds more."""
-    dims, mesh = run.model.dims, {"fsdp": run.mesh.dp_shard, "replicate": run.mesh.dp_replicate}
+    dims = run.model.dims
     specs = model_specs(run.model)
     learning = set(trained(specs, run.indexer.stage, run.mtp_depths))
     held = learned = 0
     largest = (0, "", ())
     for path, row in rows(specs):
         size = shape(row, dims)
+        mesh = run.mesh.expert if "expert" in row.names else run.mesh.dense
         part = math.prod(held_size(row, size, mesh, run.layout.store))
         held += part
         learned += part if path in learning else 0
@@ -56,7 +57,8 @@ def memory(run: RunConfig) -> list[tuple[str, str]]:
         "moments": learned * FP32 * len(MOMENTS[run.optim.name]),
     }
     parts["together"] = sum(parts.values())
-    ranks = " x ".join(f"{axis} {n}" for axis, n in mesh.items())
+    grid = {"dp-replicate": run.mesh.dp_replicate, "dp-shard": run.mesh.dp_shard, "cp": run.mesh.cp}
+    ranks = " x ".join(f"{axis} {n}" for axis, n in grid.items()) + f", ep {run.mesh.ep} of them"
     count, path, size = largest
     return [
         ("ranks", f"{run.mesh.world} ({ranks})"),

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from . import checkpoint, mesh, model, settings
+from . import checkpoint, limits, mesh, model, settings
 from .checkpoint import State
+from .collectives import comm_for
 from .data import open_data
 from .device import choose, peak_flops, synchronize, widest
 from .flops import flops_per_token
@@ -20,6 +20,7 @@ from .hf import open_model
 from .kernels import kernels_for
 from .launch import Interrupt
 from .losses import loss
+from .mesh import Grid
 from .optim import grad_norm, init_moments
 from .record import Recorder, occupy, tell
 from .save import save_hf
@@ -43,12 +44,12 @@ def train(
     ConfigError for settings that cannot be run, and RunError, on all ranks together, for data or weights that cannot be
     used and for what breaks on the way.
     """
-    settings.refuse(run)
+    limits.refuse(run)
     device = choose(run.device)
     if run.deterministic and device == "cpu":
         torch.set_num_threads(1)  # how torch cuts a sum depends on it, and so do the bits
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-    grid = mesh.make_mesh(run.mesh, device)
+    grid = mesh.make_grid(run.mesh, device)
     setup = make_setup(run, device, dtype, grid)
     with ExitStack() as stack:
         together(lambda: stack.enter_context(occupy(out)) if mesh.rank() == 0 else None)
@@ -79,10 +80,10 @@ def say(text: str) -> None:
         tell(text)
 
 
-def make_setup(run: RunConfig, device: str, dtype: torch.dtype, grid: DeviceMesh | None) -> Setup:
+def make_setup(run: RunConfig, device: str, dtype: torch.dtype, grid: Grid | None) -> Setup:
     if run.compile:  # each kind of layer is a graph, and another in evaluation
         torch._dynamo.config.recompile_limit = 64
-    comm = mesh.comm_for(grid, dtype, widest(device) if run.deterministic else torch.float32)
+    comm = comm_for(grid, run.layout, dtype, widest(device) if run.deterministic else torch.float32)
     return Setup(
         run=run,
         device=device,
@@ -124,7 +125,7 @@ def find(root: Path, resume: str | None) -> tuple[Path | None, list[str]]:
     return path, [*notices, f"resuming {path}" if path else f"no checkpoint in {root}: starting at step 0"]
 
 
-def begin(run: RunConfig, device: str, grid: DeviceMesh | None, path: Path | None, init: Path | None) -> State:
+def begin(run: RunConfig, device: str, grid: Grid | None, path: Path | None, init: Path | None) -> State:
     specs, dims = model.model_specs(run.model), run.model.dims
     if path is not None:
         return checkpoint.restore(path, run, grid, device)

@@ -43,9 +43,9 @@ def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]]
     the step is counted as skipped and changes nothing but the data position.
     """
     run, comm = setup.run, setup.comm
-    micro = micro_batches(setup.data, state.samples, run.data, mesh.rank(), mesh.world())
+    micro = micro_batches(setup.data, state.samples, run.data, *mesh.data_rank(run.mesh))
     batches = [{name: part.to(setup.device) for name, part in batch.items()} for batch in micro]
-    own = [counts(batch, run.model) for batch in batches]
+    own = [counts(batch, run.model, comm) for batch in batches]
     totals = torch.stack([torch.stack([*part.values()]) for part in own]).sum(0)
     *numbers, asked = comm.sum(torch.cat((totals, totals.new_tensor([stop])))).tolist()
     if asked:
@@ -136,10 +136,10 @@ def evaluate(setup: Setup, params: Mapping[str, Any]) -> dict[str, float]:
     """The exact mean loss over all held-out labels, and its perplexity; changes no state."""
     totals = torch.zeros(2, dtype=widest(setup.device), device=setup.device)
     plain = partial(setup.loss, terms=setup.run.evaluated)  # no teaching, no further tokens
-    for batch in held_out_batches(setup.data, setup.run.data, mesh.rank(), mesh.world()):
+    for batch in held_out_batches(setup.data, setup.run.data, *mesh.data_rank(setup.run.mesh)):
         batch = {name: part.to(setup.device) for name, part in batch.items()}
         _, metrics = plain(params, batch)
-        totals += torch.stack((metrics["nll"], counts(batch, setup.run.model)["labels"]))
+        totals += torch.stack((metrics["nll"], counts(batch, setup.run.model, setup.comm)["labels"]))
     nll, count = setup.comm.sum(totals)
     if not count:
         return {}

@@ -135,7 +135,8 @@ def lines(run):
 
 
 def test_the_plan_of_glm5_takes_no_time_and_says_the_counts():
-    layout = Layout(store={"fsdp": ("embed", "q_rank", "kv_rank")})
+    wide = ("embed", "q_rank", "kv_rank")
+    layout = Layout(store={"fsdp": wide, "rest": wide}, compute={})
     run = replace(RUNS["glm4-9b"], model=MODELS["glm5-744b"], mesh=MeshConfig(dp_shard=256), layout=layout)
     run = replace(run, indexer=IndexerConfig(stage="sparse"))
     start = time.perf_counter()
@@ -161,11 +162,15 @@ def test_the_plan_counts_the_rank_that_holds_the_most():
     # 22 columns over 3 ranks: 8, 8 and 6. Rows without that axis are whole on every rank.
     uncut = 3 * (3 * 10 * 10 + 3 * 11 * 14 + 10 + 14)
     held = uncut + (counted - uncut) // 22 * 8
-    cut = replace(run, mesh=MeshConfig(dp_shard=3, dp_replicate=2), layout=Layout(store={"fsdp": ("embed",)}))
+    cut = replace(
+        run,
+        mesh=MeshConfig(dp_shard=3, dp_replicate=2),
+        layout=Layout(store={"fsdp": ("embed",), "rest": ("embed",)}, compute={}),
+    )
     for name, size in bytes_of(held).items():
         assert lines(cut)[f"{name} on a rank"].strip() == human(size, "B", 1024)
     assert lines(cut)["moments on a rank"].strip() == "0 B"
-    assert lines(cut)["ranks"].strip() == "6 (fsdp 3 x replicate 2)"
+    assert lines(cut)["ranks"].strip() == "6 (dp-replicate 2 x dp-shard 3 x cp 1, ep 1 of them)"
 
 
 @pytest.mark.parametrize("stage, indexers, others", [("frozen", 0, 1), ("dense-warmup", 1, 0), ("sparse", 1, 1)])

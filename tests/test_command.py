@@ -165,7 +165,10 @@ def test_batches_and_meshes_that_do_not_divide_are_refused_with_the_equation(ref
 @pytest.mark.parametrize("started", ["1", "3", "4", "many"])
 def test_as_many_processes_as_the_mesh_has_ranks_must_have_been_started(refuse, monkeypatch, started):
     monkeypatch.setenv("WORLD_SIZE", started)
-    assert f"started {started} processes, the mesh needs mesh.dp-replicate (1) x mesh.dp-shard (2) = 2" in refuse(*DP2)
+    assert (
+        f"started {started} processes, the mesh needs mesh.dp-replicate (1) x mesh.dp-shard (2) x mesh.cp (1) = 2"
+        in refuse(*DP2)
+    )
 
 
 def test_a_window_of_one_token_has_one_target_and_trains(tmp_path):

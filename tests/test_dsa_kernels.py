@@ -200,3 +200,44 @@ def test_no_kernel_holds_all_pairs_of_queries_and_keys(chunked):
         for support in (chosen, None):
             dsa_loss.loss_and_grads([q], [keys], index_q, index_k, weights, support, None, None, SCALE)
     assert watch.most <= steps * steps // 16
+
+
+@KERNELS
+@EACH_SEGMENTS
+@EACH_BUDGET
+@pytest.mark.parametrize("last", [1, 5, 36])
+def test_the_queries_of_the_last_places_alone_are_computed_as_among_all(kernels, segments, budget, last, chunked):
+    chunked(budget)
+    (index_q, index_k, weights), (q, keys), cut = index(), attention(), slice(STEPS - last, None)
+    chosen = kernels.select(index_q, index_k, weights, segments, 4)
+    own = kernels.select(index_q[:, cut], index_k, weights[:, cut], segments, 4)
+    assert torch.equal(own, chosen[:, cut])
+    q, keys, index_k = (x.clone().requires_grad_() for x in (q, keys, index_k))
+    k, v = keys[:, None], keys[:, None, :, :RANK]
+    real = None if segments is None else segments != 0
+
+    def results(part, chosen):
+        some = None if real is None else real[:, part]
+        teachers = [(q[:, part], keys)]
+        index = index_q[:, part], index_k, weights[:, part]
+        yield kernels.attention(q[:, part].transpose(1, 2), k, v, segments).transpose(1, 2)
+        yield kernels.sparse_attention(q[:, part], keys, chosen, RANK, SCALE)
+        for selected in (chosen, None):
+            yield kernels.index_loss(teachers, *index, selected, segments, some, SCALE)
+
+    ours = list(results(cut, own))
+    for number, (a, b) in enumerate(zip(ours, results(slice(None), chosen), strict=True)):
+        if a.dim():
+            slope = randn(*a.shape, seed=9)
+            both = (a * slope).sum(), (b[:, cut] * slope).sum()
+            assert distance({"x": a}, {"x": b[:, cut]}) < 1e-10, number
+        else:
+            unreal = torch.ones(ROWS, STEPS, dtype=torch.bool) if real is None else real.clone()
+            unreal[:, : STEPS - last] = False
+            selected = chosen if number == 2 else None
+            whole = kernels.index_loss([(q, keys)], index_q, index_k, weights, selected, segments, unreal, SCALE)
+            both = a, whole
+            assert torch.allclose(a, whole, rtol=1e-10), number
+        wrt = [keys] if a.dim() else [index_k]
+        grads = [torch.autograd.grad(value, wrt, retain_graph=True)[0] for value in both]
+        assert distance({"x": grads[0]}, {"x": grads[1]}) < 1e-10, number

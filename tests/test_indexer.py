@@ -7,17 +7,17 @@ from itertools import groupby
 import pytest
 import torch
 from test_dsa_kernels import Watch
-from tiny import FAMILIES, distance, random_batch, random_params, tiny
+from tiny import FAMILIES, distance, random_batch, random_params, targets_ahead, tiny
 
 from glm5fn import attn_dsa, flatten, forward, forward_mtp, loss, step, value_and_grad
 from glm5fn.block import block
 from glm5fn.comm import LOCAL, local
 from glm5fn.dsa import make_index
 from glm5fn.kernels import REFERENCE, TORCH, dsa_attention, dsa_loss, dsa_select
-from glm5fn.losses import counts, targets_ahead
+from glm5fn.losses import counts
 from glm5fn.mla import absorb, project
 from glm5fn.model import model_specs
-from glm5fn.settings import PLAIN, IndexerConfig, MTPConfig, RouterConfig, Terms
+from glm5fn.settings import PLAIN, IndexerConfig, MeshConfig, MTPConfig, RouterConfig, Terms
 from glm5fn.spec import trained
 from glm5fn.tree import unflatten
 
@@ -169,7 +169,7 @@ def test_neither_evaluation_nor_a_forward_pass_computes_it(monkeypatch):
     kernels, calls = counting("index_loss", lambda *_: pytest.fail("the indexers' loss was computed"))
     params, batch = random_params(CFG), packed_batch(CFG)
     monkeypatch.setattr(step, "held_out_batches", lambda *_: [batch])
-    run = type("Run", (), {"data": None, "model": CFG, "evaluated": PLAIN})
+    run = type("Run", (), {"data": None, "model": CFG, "evaluated": PLAIN, "mesh": MeshConfig()})
     setup = step.Setup(
         run=run,
         device="cpu",

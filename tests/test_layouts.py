@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from configs import LAYOUTS
 from glm5fn import checkpoint, flatten, mesh, step
 from glm5fn.checkpoint import State
+from glm5fn.collectives import comm_for
 from glm5fn.data import Data, Samples
 from glm5fn.losses import counts, loss
 from glm5fn.model import model_specs
@@ -29,6 +31,20 @@ GRIDS = {
     "replicate 2 x shard 2": MeshConfig(dp_replicate=2, dp_shard=2),
 }
 EACH_GRID = pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+DENSE_CELLS = [("dense", name) for name in GRIDS]
+FURTHER = {  # of models with experts, and of rows that several ranks share
+    "ep 2": MeshConfig(dp_shard=2, ep=2),
+    "cp 2": MeshConfig(cp=2),
+    "cp 2, contiguous": MeshConfig(cp=2, cp_split="contiguous"),
+    "cp 2 x ep 2": MeshConfig(cp=2, ep=2),
+    "cp 4": MeshConfig(cp=4),
+    "shard 2 x cp 2": MeshConfig(dp_shard=2, cp=2),
+    "shard 4 x ep 2": MeshConfig(dp_shard=4, ep=2),
+    "shard 2 x cp 2 x ep 4": MeshConfig(dp_shard=2, cp=2, ep=4),
+    "replicate 2 x shard 2 x ep 2": MeshConfig(dp_replicate=2, dp_shard=2, ep=2),
+    "replicate 2 x cp 2": MeshConfig(dp_replicate=2, cp=2),
+}
+GRIDS |= FURTHER
 
 
 def samples(counts, steps=41, seed=5):
@@ -50,7 +66,7 @@ ALL = {
     "mtp": MTPConfig(coef=0.4),
 }
 MODELS = {"dense": {}, "all": ALL}
-CELLS = [*(("dense", name) for name in GRIDS), ("all", "replicate 2 x shard 2")]
+CELLS = [*DENSE_CELLS, ("all", "replicate 2 x shard 2"), *(("all", name) for name in FURTHER)]
 
 
 def make(grid, micro=1, optimizer="sgd", rows=ROWS, model=None, dtype=F64, **settings):
@@ -65,10 +81,10 @@ def make(grid, micro=1, optimizer="sgd", rows=ROWS, model=None, dtype=F64, **set
         optim=OptimConfig(name=optimizer, lr=0.1 if optimizer == "sgd" else 1e-3, warmup_steps=0, clip=0.1),
         **settings,
     )
-    device_mesh = mesh.make_mesh(grid, "cpu")
+    made = mesh.make_grid(grid, "cpu")
     wide = F64 if config.deterministic else dtype
     compute = torch.bfloat16 if config.precision == "bf16" else dtype
-    comm = mesh.comm_for(device_mesh, compute, wide)
+    comm = comm_for(made, config.layout, compute, wide)
     setup = step.Setup(
         run=config,
         device="cpu",
@@ -83,7 +99,7 @@ def make(grid, micro=1, optimizer="sgd", rows=ROWS, model=None, dtype=F64, **set
     def read(path, row, region):
         return whole[path][tuple(slice(start, start + size) for start, size in region)].clone()
 
-    params = mesh.place(model_specs(cfg), cfg.dims, device_mesh, config.layout, read)
+    params = mesh.place(model_specs(cfg), cfg.dims, made, config.layout, read)
     learning = unflatten({path: flatten(params)[path] for path in setup.trained})
     return setup, State(params=params, moments=init_moments(learning, config.optim))
 
@@ -94,8 +110,8 @@ def gathered(tree):
 
 def first_gradient(grid, micro, settings):
     setup, state = make(grid, micro, **settings)
-    batches = step.micro_batches(setup.data, 0, setup.run.data, mesh.rank(), mesh.world())
-    own = [counts(batch, setup.run.model) for batch in batches]
+    batches = step.micro_batches(setup.data, 0, setup.run.data, *mesh.data_rank(grid))
+    own = [counts(batch, setup.run.model, setup.comm) for batch in batches]
     count = {name: int(setup.comm.sum(sum(part[name] for part in own))) for name in own[0]}
     _, grads = step.gradient(setup, state.params, batches, count)
     return gathered(grads) | {"all of it": grad_norm(grads, setup.comm)}
@@ -134,8 +150,10 @@ def test_every_gradient_and_the_norm_equal_those_of_one_process(model, grid, mic
     torch.testing.assert_close(expected["all of it"], torch.stack(parts).sum().sqrt(), rtol=1e-12, atol=0)
 
 
-STEPS = [(*cell, *how) for cell in CELLS for how in (("sgd", "none"), ("adamw", "layer"))]
-STEPS[-2:] = [("all", "shard 2", "sgd", "none"), ("all", "replicate 2 x shard 2", "adamw", "layer")]
+PLAIN, LATER = ("sgd", "none"), ("adamw", "layer")
+STEPS = [(*cell, *how) for cell in DENSE_CELLS for how in (PLAIN, LATER)]
+STEPS += [("all", "shard 2", *PLAIN), ("all", "replicate 2 x shard 2", *LATER)]
+STEPS += [("all", name, *how) for name, how in zip(FURTHER, cycle((PLAIN, ("sgd", "layer"), LATER)))]
 
 
 @pytest.mark.parametrize(("model", "grid", "optimizer", "recompute"), STEPS)
@@ -160,7 +178,9 @@ BITWISE = {
     "bf16, tied": {"precision": "bf16", "model": tiny(hidden_size=42, tie_word_embeddings=True)},
     "bf16, all": {"precision": "bf16", **ALL},
 }
-BITWISE_CELLS = [(name, grid) for name in ("fp32", "bf16, tied") for grid in GRIDS] + [("bf16, all", "shard 2")]
+BITWISE_CELLS = [(name, grid) for name in ("fp32", "bf16, tied") for _, grid in DENSE_CELLS] + [
+    ("bf16, all", "shard 2")
+]
 
 
 @pytest.mark.parametrize(("name", "grid"), BITWISE_CELLS)
@@ -252,7 +272,7 @@ class Traffic(TorchDispatchMode):
 
 def traffic_of_a_gradient(grid):
     setup, state = make(grid, model=tiny(hidden_size=24))
-    batches = step.micro_batches(setup.data, 0, setup.run.data, mesh.rank(), mesh.world())
+    batches = step.micro_batches(setup.data, 0, setup.run.data, *mesh.data_rank(grid))
     with Traffic() as traffic:
         step.gradient(setup, state.params, batches, {"labels": 63})
     return traffic.calls, {path: leaf.numel() for path, leaf in flatten(state.params).items()}
@@ -279,8 +299,7 @@ def saved(grid, root, settings):
 def restored(grid, path):
     setup, _ = make(grid, optimizer="adamw")
     config = setup.run
-    device_mesh = mesh.make_mesh(grid, "cpu")
-    state = checkpoint.restore(path, config, device_mesh, "cpu")
+    state = checkpoint.restore(path, config, mesh.make_grid(grid, "cpu"), "cpu")
     return gathered({"params": state.params, "moments": state.moments}), state.step, state.samples
 
 

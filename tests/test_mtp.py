@@ -6,14 +6,14 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import FAMILIES, distance, random_batch, random_params, tiny
+from tiny import FAMILIES, distance, random_batch, random_params, targets_ahead, tiny
 from transformers import Glm4MoeForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from glm5fn import flatten, forward_mtp, loss, value_and_grad
 from glm5fn.block import block
 from glm5fn.kernels import TORCH
-from glm5fn.losses import counts, targets_ahead
+from glm5fn.losses import counts
 from glm5fn.save import save_hf
 from glm5fn.settings import PLAIN, IndexerConfig, MTPConfig, Terms
 from glm5fn.tree import tree_map

@@ -8,7 +8,7 @@ import yaml
 from training import RUN, numbers, text, train
 
 from configs import RUNS
-from glm5fn import settings
+from glm5fn import limits, settings
 from glm5fn.command import parse
 from glm5fn.settings import RunConfig
 
@@ -74,7 +74,7 @@ def test_the_config_that_a_run_saves_is_what_ran_and_runs_the_same_again(tmp_pat
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_config_can_be_run_and_reads_back_equal(tmp_path, name):
-    settings.refuse(RUNS[name])
+    limits.refuse(RUNS[name])
     (tmp_path / "config.yaml").write_text(settings.dump(RUNS[name]))
     assert settings.load(tmp_path / "config.yaml") == RUNS[name]
 
@@ -94,8 +94,8 @@ def test_every_config_can_be_run_and_reads_back_equal(tmp_path, name):
         ({"deterministic": 1}, "deterministic (1) must be of type bool"),
         ({"data": {"path": 3}}, "data.path (3) must be of type str"),
         ({"model": {"vocab_size": 300}}, "model.model_type, model.hidden_size, "),
-        ({"layout": {"store": {"fsdp": "embed"}}}, "layout.store.fsdp ('embed') must be of type tuple"),
-        ({"layout": {"store": {"fsdp": [1]}}}, "layout.store.fsdp (1) must be of type str"),
+        ({"layout": {"store": {"fsdp": "embed"}, "compute": {}}}, "layout.store.fsdp ('embed') must be of type tuple"),
+        ({"layout": {"store": {"fsdp": [1]}, "compute": {}}}, "layout.store.fsdp (1) must be of type str"),
     ],
     ids=str,
 )

@@ -3,6 +3,8 @@
 import torch
 
 from glm5fn import ModelConfig, flatten, init_params, unflatten
+from glm5fn.batch import prepare
+from glm5fn.comm import LOCAL
 
 
 def tiny(**changes):
@@ -97,3 +99,8 @@ def distance(one, other):
     one, other = ({key: leaf.detach() for key, leaf in flatten(tree).items()} for tree in (one, other))
     assert one.keys() == other.keys()
     return max(float((a - other[key]).norm() / (other[key].norm() + 1e-30)) for key, a in one.items())
+
+
+def targets_ahead(batch, depth):
+    """What each position must predict at a depth of multi-token prediction."""
+    return prepare(batch, depth, LOCAL).further[-1].targets

@@ -16,8 +16,8 @@ class Kernels(NamedTuple):
     rms_norm: (x [*b, d], weight [d], eps) -> [*b, d].
     rope: (x [*b, s, h, k], cos and sin [*b, s, r], interleaved) -> [*b, s, h, k], the first 2r dims rotated.
     swiglu: (gate_up [*b, 2f]) -> [*b, f].
-    attention: (q [b, h, s, k], k [b, n, t, k], v [b, n, t, u], segments [b, s] | None, scale) -> [b, h, s, u], causal,
-    inside each segment; h is a multiple of n.
+    attention: (q [b, h, s, k], k [b, n, t, k], v [b, n, t, u], segments [b, t] | None, scale) -> [b, h, s, u], causal,
+    inside each segment; h is a multiple of n. The queries stand at the last s of the t places, here and below.
     experts: (x [n, d], chosen [n, a], weights [n, a], gate_up [e, 2, f, d], down [e, d, f]) -> [n, d], the weighted sum
     of each token's chosen experts.
     token_loss: (x [n, d], head [v, d], targets [n]) -> the sum of -log softmax(head x)[target], in at least fp32,

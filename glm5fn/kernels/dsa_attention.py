@@ -46,21 +46,23 @@ class Chunk(NamedTuple):
             total[self.row].index_add_(0, self.index, torch.bmm(left.mT, right).flatten(0, 1))
 
 
-def chunks_of(chosen: Int[Tensor, "b s g"], heads: int, dim: int) -> Iterator[Chunk]:
+def chunks_of(chosen: Int[Tensor, "b s g"], before: int, heads: int, dim: int) -> Iterator[Chunk]:
     """All queries in chunks, of which each works on about as many numbers as the device should hold.
 
+    before: how many keys stand before the first query.
     How they are cut depends on no number, so that a query's result depends on nothing but its own keys, to the bit.
     """
     most, slots = held(chosen.device), chosen.shape[2]
     for row in range(chosen.shape[0]):
         low = 0
         while low < chosen.shape[1]:
-            each = slots * dim if low >= WHOLE * slots else 2 * heads * max(low, slots)
-            high = min(low + max(1, min(most // each, low + 16)), chosen.shape[1])
-            own = chosen[row, low:high]
-            if high <= WHOLE * slots:
-                empty = torch.ones(high - low, high + 1, dtype=torch.bool, device=chosen.device)
-                empty = empty.scatter_(1, own.long() % (high + 1), False)[:, :high]
+            keys = before + low
+            each = slots * dim if keys >= WHOLE * slots else 2 * heads * max(keys, slots)
+            high = min(low + max(1, min(most // each, keys + 16)), chosen.shape[1])
+            own, end = chosen[row, low:high], before + high
+            if end <= WHOLE * slots:
+                empty = torch.ones(high - low, end + 1, dtype=torch.bool, device=chosen.device)
+                empty = empty.scatter_(1, own.long() % (end + 1), False)[:, :end]
                 yield Chunk(row, slice(low, high), None, empty)
             else:
                 yield Chunk(row, slice(low, high), own.clamp(min=0).flatten(), own < 0)
@@ -81,7 +83,7 @@ torch.library.define("glm5fn::sparse_attention_back", f"(Tensor grad, {INPUTS}, 
 
 def attend(q: Tensor, keys: Tensor, chosen: Tensor, rank: int, scale: float) -> Tensor:
     y = q.new_empty(*q.shape[:3], rank)
-    for chunk in chunks_of(chosen, *q.shape[2:]):
+    for chunk in chunks_of(chosen, keys.shape[1] - q.shape[1], *q.shape[2:]):
         latents = chunk.met(keys)
         weights = softmax_of(chunk.of(q), latents, chunk.empty, scale)
         y[chunk.row, chunk.queries] = torch.matmul(weights, latents[..., :rank])
@@ -99,7 +101,7 @@ def _(q: Tensor, keys: Tensor, chosen: Tensor, rank: int, scale: float) -> Tenso
 def attend_back(grad: Tensor, q: Tensor, keys: Tensor, chosen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     rank = grad.shape[-1]
     q_grad, keys_grad = torch.empty_like(q), torch.zeros_like(upcast(keys))
-    for chunk in chunks_of(chosen, *q.shape[2:]):
+    for chunk in chunks_of(chosen, keys.shape[1] - q.shape[1], *q.shape[2:]):
         query, slope, latents = chunk.of(q), chunk.of(grad), chunk.met(keys)
         weights = softmax_of(query, latents, chunk.empty, scale)
         pull = torch.matmul(slope, latents[..., :rank].mT)

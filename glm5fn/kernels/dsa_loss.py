@@ -35,7 +35,8 @@ def loss_and_grads(
     factor = 1 / math.sqrt(heads * dim)
     total = upcast(q).new_zeros(())
     q_grad, k_grad, weights_grad = (torch.zeros_like(upcast(x)) for x in (q, k, weights))
-    for chunk in meetings(chosen, segments, q, max(heads, queries[0].shape[2]), keys[0].shape[2]):
+    before = k.shape[1] - q.shape[1]
+    for chunk in meetings(chosen, segments, q, before, max(heads, queries[0].shape[2]), keys[0].shape[2]):
         target = torch.zeros_like(chunk.empty, dtype=total.dtype)
         for query, key in zip(queries, keys, strict=True):
             shares = softmax_of(chunk.of(query), chunk.met(key), chunk.empty, scale).sum(1)
@@ -65,15 +66,17 @@ def _(queries: Any, keys: Any, q: Tensor, k: Tensor, weights: Tensor, *_: Any) -
     return upcast(q).new_empty(()), torch.empty_like(q), torch.empty_like(k), torch.empty_like(weights)
 
 
-def meetings(chosen: Tensor | None, segments: Tensor | None, q: Tensor, heads: int, dim: int) -> Iterator[Chunk]:
+def meetings(
+    chosen: Tensor | None, segments: Tensor | None, q: Tensor, before: int, heads: int, dim: int
+) -> Iterator[Chunk]:
     """Chunks of queries that meet their selected keys, or all that they may."""
     if chosen is not None:
-        yield from chunks_of(chosen, heads, max(dim, heads))
+        yield from chunks_of(chosen, before, heads, max(dim, heads))
         return
     for row in range(q.shape[0]):
         documents = None if segments is None else segments[row]
-        for low, high in chunks(q.shape[1], heads, held(q.device)):
-            yield Chunk(row, slice(low, high), None, ~allowed(documents, low, high, q.device))
+        for low, high in chunks(q.shape[1], before, heads, held(q.device)):
+            yield Chunk(row, slice(low, high), None, ~allowed(documents, before + low, before + high, q.device))
 
 
 class IndexLoss(torch.autograd.Function):
@@ -98,7 +101,7 @@ def index_loss(
     k: Float[Tensor, "b t j"],
     weights: Float[Tensor, "b s i"],
     chosen: Int[Tensor, "b s g"] | None,
-    segments: Int[Tensor, "b s"] | None,
+    segments: Int[Tensor, "b t"] | None,
     real: Bool[Tensor, "b s"] | None,
     scale: float,
 ) -> Float[Tensor, ""]:

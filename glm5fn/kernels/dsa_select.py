@@ -18,16 +18,17 @@ torch.library.define("glm5fn::select", "(Tensor q, Tensor k, Tensor weights, Ten
 
 def select_in_chunks(q: Tensor, k: Tensor, weights: Tensor, segments: Tensor | None, topk: int) -> Tensor:
     rows, steps, heads, dim = q.shape
-    chosen = torch.full((rows, steps, min(topk, steps)), -1, dtype=torch.int32, device=q.device)
+    before = k.shape[1] - steps
+    chosen = torch.full((rows, steps, min(topk, k.shape[1])), -1, dtype=torch.int32, device=q.device)
     scale = 1 / math.sqrt(heads * dim)
     for row in range(rows):
         wide = upcast(k[row])
-        for low, high in chunks(steps, heads, held(q.device)):
-            documents = None if segments is None else segments[row]
-            mask = allowed(documents, low, high, q.device)
-            if high > topk:
-                scores = upcast(q[row, low:high]).flatten(0, 1) @ wide[:high].mT
-                scores = scores.relu_().view(high - low, heads, high)
+        for low, high in chunks(steps, before, heads, held(q.device)):
+            documents, end = None if segments is None else segments[row], before + high
+            mask = allowed(documents, before + low, end, q.device)
+            if end > topk:
+                scores = upcast(q[row, low:high]).flatten(0, 1) @ wide[:end].mT
+                scores = scores.relu_().view(high - low, heads, end)
                 scores = (upcast(weights[row, low:high])[:, None] @ scores)[:, 0].mul_(scale)
                 mask = best(scores.masked_fill_(~mask, -math.inf), topk)
             pack(mask, chosen[row, low:high])
@@ -39,25 +40,29 @@ torch.library.impl("glm5fn::select", "CompositeExplicitAutograd", select_in_chun
 
 @torch.library.register_fake("glm5fn::select")
 def _(q: Tensor, k: Tensor, weights: Tensor, segments: Tensor | None, topk: int) -> Tensor:
-    return q.new_empty((*q.shape[:2], min(topk, q.shape[1])), dtype=torch.int32)
+    return q.new_empty((*q.shape[:2], min(topk, k.shape[1])), dtype=torch.int32)
 
 
 def held(device: torch.device) -> int:
     return HELD.get(device.type, 1 << 26)
 
 
-def chunks(steps: int, width: int, most: int) -> list[tuple[int, int]]:
-    """Ranges of queries whose scores, `width` for each of the keys so far, are about `most`; at least four queries."""
+def chunks(steps: int, before: int, width: int, most: int) -> list[tuple[int, int]]:
+    """Ranges of queries whose scores, `width` for each of the keys so far, are about `most`; at least four queries.
+
+    before: how many keys stand before the first query.
+    """
     ranges, low = [], 0
     while low < steps:
-        high = min(low + max(4, most // (width * max(low, 1))), low + max(16, low), steps)
+        keys = before + low
+        high = min(low + max(4, most // (width * max(keys, 1))), low + max(16, keys), steps)
         ranges.append((low, high))
         low = high
     return ranges
 
 
 def allowed(documents: Int[Tensor, "t"] | None, low: int, high: int, device: torch.device) -> Bool[Tensor, "s t"]:
-    """The keys at or before each query from low to high, in its own document."""
+    """The keys at or before each place from low to high, in its own document."""
     at = torch.arange(high, device=device)
     causal = at <= at[low:, None]
     return causal if documents is None else causal & (documents[:high] == documents[low:high, None])
@@ -99,7 +104,7 @@ def select(
     q: Float[Tensor, "b s i j"],
     k: Float[Tensor, "b t j"],
     weights: Float[Tensor, "b s i"],
-    segments: Int[Tensor, "b s"] | None,
+    segments: Int[Tensor, "b t"] | None,
     topk: int,
 ) -> Int[Tensor, "b s g"]:
     """As `reference.select`."""

@@ -122,20 +122,21 @@ def attention(
     q: Float[Tensor, "b h s k"],
     k: Float[Tensor, "b n t k"],
     v: Float[Tensor, "b n t u"],
-    segments: Int[Tensor, "b s"] | None = None,
+    segments: Int[Tensor, "b t"] | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "b h s u"]:
-    """As `reference.attention`, by torch's fused attention; documents cost a mask of s x s booleans a row.
+    """As `reference.attention`, by torch's fused attention; documents cost a mask of s x t booleans a row.
 
     The fused kernels want keys and values of one width, so the narrower ones get columns of zeros.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     width, wanted = max(q.shape[-1], v.shape[-1]), v.shape[-1]
     q, k, v = (part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1])) for part in (q, k, v))
-    if segments is None:
+    queries, keys = q.shape[2], k.shape[2]
+    if segments is None and queries == keys:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     else:
-        allowed = reference.allowed_keys(segments, q.shape[2], q.device)[:, None]
+        allowed = reference.allowed_keys(segments, queries, keys, q.device)[:, None]
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)
     return y[..., :wanted]
 

@@ -49,24 +49,29 @@ def rope(
     return torch.cat((turned, passed), -1) if passed.shape[-1] else turned
 
 
-def allowed_keys(segments: Int[Tensor, "b s"] | None, steps: int, device: torch.device) -> Bool[Tensor, "b s t"]:
-    """The keys at or before each query, in its own segment; one row for all without segments."""
-    causal = torch.ones(steps, steps, dtype=torch.bool, device=device).tril()[None]
-    return causal if segments is None else causal & (segments[:, :, None] == segments[:, None])
+def allowed_keys(
+    segments: Int[Tensor, "b t"] | None, queries: int, keys: int, device: torch.device
+) -> Bool[Tensor, "b s t"]:
+    """The keys at or before each query, in its own segment; one row for all without segments.
+
+    Here and in all that follows the queries are those of the last places: the last query stands at the last key.
+    """
+    causal = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None]
+    return causal if segments is None else causal & (segments[:, keys - queries :, None] == segments[:, None])
 
 
 def attention(
     q: Float[Tensor, "b h s k"],
     k: Float[Tensor, "b n t k"],
     v: Float[Tensor, "b n t u"],
-    segments: Int[Tensor, "b s"] | None = None,
+    segments: Int[Tensor, "b t"] | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "b h s u"]:
     """Each query attends to the keys of its own segment that stand at or before it."""
-    groups, steps = q.shape[1] // k.shape[1], q.shape[2]
+    groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = upcast(q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    allowed = allowed_keys(segments, steps, q.device)[:, None]
+    allowed = allowed_keys(segments, q.shape[2], k.shape[2], q.device)[:, None]
     return scores.masked_fill(~allowed, -math.inf).softmax(-1).type_as(v) @ v
 
 
@@ -104,7 +109,7 @@ def select(
     q: Float[Tensor, "b s i j"],
     k: Float[Tensor, "b t j"],
     weights: Float[Tensor, "b s i"],
-    segments: Int[Tensor, "b s"] | None,
+    segments: Int[Tensor, "b t"] | None,
     topk: int,
 ) -> Int[Tensor, "b s g"]:
     """The allowed keys of the topk highest scores, at ties those of lower position, by ascending position.
@@ -112,9 +117,9 @@ def select(
     Slots without an allowed key are -1 and stand last.
     """
     scores = index_scores(q, k, weights)
-    scores = scores.masked_fill(~allowed_keys(segments, q.shape[1], q.device), -math.inf)
+    steps = k.shape[1]
+    scores = scores.masked_fill(~allowed_keys(segments, q.shape[1], steps, q.device), -math.inf)
     ordered = scores.sort(dim=-1, descending=True, stable=True)
-    steps = q.shape[1]
     chosen = ordered.indices.masked_fill(ordered.values == -math.inf, steps)[..., :topk].sort(-1).values
     return chosen.masked_fill(chosen == steps, -1).to(torch.int32)
 
@@ -150,7 +155,7 @@ def index_loss(
     k: Float[Tensor, "b t j"],
     weights: Float[Tensor, "b s i"],
     chosen: Int[Tensor, "b s g"] | None,
-    segments: Int[Tensor, "b s"] | None,
+    segments: Int[Tensor, "b t"] | None,
     real: Bool[Tensor, "b s"] | None,
     scale: float,
 ) -> Float[Tensor, ""]:
@@ -160,7 +165,7 @@ def index_loss(
     scaled to sum to 1, are averaged to the target. They get no gradient.
     """
     steps = k.shape[1]
-    mask = allowed_keys(segments, steps, q.device) if chosen is None else support(chosen, steps)
+    mask = allowed_keys(segments, q.shape[1], steps, q.device) if chosen is None else support(chosen, steps)
     shares = [latent_weights(*teacher, mask, scale).sum(1) for teacher in teachers]
     target = torch.stack([share / share.sum(-1, keepdim=True) for share in shares]).mean(0).detach()
     scores = index_scores(q, k, weights).masked_fill(~mask, -math.inf)

@@ -64,7 +64,7 @@ def attention(
     q: Float[Tensor, "b h s k"],
     k: Float[Tensor, "b n t k"],
     v: Float[Tensor, "b n t u"],
-    segments: Int[Tensor, "b s"] | None = None,
+    segments: Int[Tensor, "b t"] | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "b h s u"]:
     """As `reference.attention`."""

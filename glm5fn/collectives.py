@@ -1,0 +1,126 @@
+"""The exchanges of model code on a rank grid, with their gradients."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from .comm import Comm, Span, Tree, local
+from .mesh import Grid, placements
+from .settings import Layout
+from .spec import Param
+from .tree import tree_map
+
+
+def comm_for(grid: Grid | None, layout: Layout, dtype: torch.dtype, grad_dtype: torch.dtype) -> Comm:
+    """The exchanges on this grid. Blocks compute in dtype; gradients of parameters are reduced in grad_dtype."""
+    if grid is None:
+        return local(dtype)
+
+    def gather(row: Param, tensor: DTensor) -> Tensor:
+        wanted = placements(row, tensor.device_mesh, layout.compute)
+        forward = row.dtype(dtype)
+        here = tensor.redistribute(placements=wanted, forward_dtype=forward, backward_dtype=grad_dtype)
+        return here.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in wanted])
+
+    def fetch(params: Tree, specs: Tree) -> Tree:
+        return tree_map(gather, specs, params)
+
+    def total(value: Tensor) -> Tensor:
+        value = value.detach().clone()
+        dist.all_reduce(value)
+        return value
+
+    ranks = grid.rows.size()
+    order = chunk_order(ranks, grid.balanced)
+    return Comm(
+        fetch=fetch,
+        sum=total,
+        split=ranks,
+        parts=len(order) * len(order[0]) if ranks > 1 else 1,
+        mine=lambda values: own_part(values, order, grid.rows),
+        gather=lambda *parts: gather_tokens(parts, order, grid.rows),
+        spans=lambda steps: spans_of(steps, order, grid.rows),
+        experts=lambda kernel, *inputs: exchange_experts(kernel, *inputs, mesh=grid.expert["ep"]),
+    )
+
+
+# --- the tokens of a row, cut over the ranks that share it ---
+
+Order = Sequence[tuple[int, ...]]  # for each rank, which of the equal chunks of a row it has
+
+
+def chunk_order(ranks: int, balanced: bool) -> Order:
+    """Which chunks of a row each rank has: balanced, one from either end, since a later token meets more keys.
+
+    >>> chunk_order(2, balanced=True), chunk_order(2, balanced=False)
+    ([(0, 3), (1, 2)], [(0,), (1,)])
+    """
+    return [(rank, 2 * ranks - 1 - rank) if balanced and ranks > 1 else (rank,) for rank in range(ranks)]
+
+
+def own_part(values: Tensor, order: Order, mesh: DeviceMesh) -> Tensor:
+    if len(order) == 1:
+        return values
+    chunks = values.chunk(len(order) * len(order[0]), 1)
+    return torch.cat([chunks[number] for number in order[mesh.get_local_rank()]], 1)
+
+
+def spans_of(steps: int, order: Order, mesh: DeviceMesh) -> tuple[Span, ...]:
+    own = order[mesh.get_local_rank()]
+    size = steps // len(own)
+    return tuple(Span(i * size, (i + 1) * size, (number + 1) * size) for i, number in enumerate(own))
+
+
+def gather_tokens(parts: Sequence[Tensor], order: Order, mesh: DeviceMesh) -> tuple[Tensor, ...]:
+    if len(order) == 1:
+        return tuple(parts)
+    whole = move(torch.cat(tuple(parts), -1), mesh, Shard(1), Replicate(), Partial())
+    numbers = [number for own in order for number in own]
+    chunks = dict(zip(numbers, whole.chunk(len(numbers), 1), strict=True))
+    return torch.cat([chunks[number] for number in sorted(numbers)], 1).split([part.shape[-1] for part in parts], -1)
+
+
+def move(x: Tensor, mesh: DeviceMesh, source: Shard, target: Replicate, grad: Partial) -> Tensor:
+    """A local tensor, given as `source` says, wanted as `target` says; its gradient comes as `grad` says."""
+    placed = DTensor.from_local(x.contiguous(), mesh, [source], run_check=False)
+    return placed.redistribute(placements=[target]).to_local(grad_placements=[grad])
+
+
+# --- tokens to their experts and back ---
+
+
+def exchange_experts(
+    kernel: Callable[..., Tensor],
+    x: Float[Tensor, "n d"],
+    chosen: Int[Tensor, "n a"],
+    weights: Float[Tensor, "n a"],
+    gate_up: Float[Tensor, "e 2 f d"],
+    down: Float[Tensor, "e d f"],
+    *,
+    mesh: DeviceMesh,
+) -> Float[Tensor, "n d"]:
+    """Send each token to the ranks of its experts, and add up what comes back, weighed, at home."""
+    ranks, held = mesh.size(), len(gate_up)
+    if ranks == 1:
+        return kernel(x, chosen, weights, gate_up, down)
+    slots = chosen.flatten()  # slot n * a + i is the i-th choice of token n
+    order = slots.argsort(stable=True)  # by expert, and so by rank
+    source = order // chosen.shape[1]
+    sent = slots.new_zeros(ranks * held).scatter_add(0, slots, torch.ones_like(slots))
+    received = functional.all_to_all_single(sent, [held] * ranks, [held] * ranks, mesh)
+    received = functional.wait_tensor(received)
+    give, take = torch.stack((sent, received)).view(2, ranks, held).sum(-1).tolist()
+    rows = functional.all_to_all_single_autograd(x.index_select(0, source), take, give, mesh)
+    experts = torch.arange(held, device=x.device).repeat(ranks).repeat_interleave(received, output_size=sum(take))
+    ones = weights.new_ones(len(experts), 1)
+    done = kernel(rows, experts[:, None], ones, gate_up, down)
+    back = functional.all_to_all_single_autograd(done, give, take, mesh)
+    shares = weights.flatten().index_select(0, order)[:, None]
+    total = torch.zeros_like(x, dtype=shares.dtype).index_add(0, source, back * shares)
+    return total.type_as(x)

@@ -1,0 +1,108 @@
+"""Which settings cannot be run, and which would change nothing."""
+
+from .settings import RunConfig
+from .typed import ConfigError
+
+
+def refuse(run: RunConfig) -> None:
+    """Raise ConfigError that names every setting that cannot be run, with the equation spelled out."""
+    data, optim, mesh = run.data, run.optim, run.mesh
+    problems: list[str] = []
+
+    def need(holds: bool, text: str) -> None:
+        if not holds:
+            problems.append(text)
+
+    for name in ("dp_replicate", "dp_shard", "cp", "ep"):
+        value = getattr(mesh, name)
+        need(value >= 1, f"mesh.{name.replace('_', '-')} ({value}) must be at least 1")
+    for name in ("seq_len", "global_batch", "micro_batch"):
+        value = getattr(data, name)
+        need(value >= 1, f"data.{name.replace('_', '-')} ({value}) must be at least 1")
+    need(run.steps >= 1, f"steps ({run.steps}) must be at least 1")
+    need(run.seed >= 0, f"seed ({run.seed}) must be at least 0")
+    need(run.eval_every >= 0, f"eval-every ({run.eval_every}) must be at least 0")
+    need(0 <= data.held_out < 1, f"data.held-out ({data.held_out}) must be at least 0 and below 1")
+    need(0 < optim.lr < float("inf"), f"optim.lr ({optim.lr}) must be a finite number above 0")
+    need(optim.warmup_steps >= 0, f"optim.warmup-steps ({optim.warmup_steps}) must be at least 0")
+    if optim.schedule != "constant":
+        need(0 <= optim.min_lr <= optim.lr, f"optim.min-lr ({optim.min_lr}) must be from 0 to optim.lr ({optim.lr})")
+        need(
+            optim.decay_steps > optim.warmup_steps,
+            f"optim.decay-steps ({optim.decay_steps}) must be above optim.warmup-steps ({optim.warmup_steps})",
+        )
+    for name in ("beta1", "beta2"):
+        value = getattr(optim, name)
+        need(0 <= value < 1, f"optim.{name} ({value}) must be at least 0 and below 1")
+    need(0 < optim.eps < float("inf"), f"optim.eps ({optim.eps}) must be finite and above 0")
+    for name in ("weight_decay", "clip"):
+        value = getattr(optim, name)
+        need(0 <= value < float("inf"), f"optim.{name.replace('_', '-')} ({value}) must be finite and at least 0")
+    for name in ("indexer.coef", "router.bias_rate", "router.balance_coef", "router.z_coef", "mtp.coef"):
+        group, field = name.split(".")
+        value = getattr(getattr(run, group), field)
+        need(0 <= value < float("inf"), f"{name.replace('_', '-')} ({value}) must be finite and at least 0")
+    need(
+        run.indexer.stage == "frozen" or run.model.index_topk > 0,
+        f"indexer.stage ({run.indexer.stage}) must be frozen: the model has no indexer (index_topk is 0)",
+    )
+    need(
+        run.indexer.stage == "frozen" or run.indexer.coef > 0,
+        f"indexer.coef ({run.indexer.coef}) must be above 0: nothing else trains the indexers",
+    )
+    need(run.checkpoint.every >= 0, f"checkpoint.every ({run.checkpoint.every}) must be at least 0")
+    need(run.checkpoint.keep >= 1, f"checkpoint.keep ({run.checkpoint.keep}) must be at least 1")
+    need(
+        data.seq_len <= run.model.max_position_embeddings,
+        f"data.seq-len ({data.seq_len}) must be at most the model's max_position_embeddings "
+        f"({run.model.max_position_embeddings})",
+    )
+    if not problems:
+        need(
+            mesh.dp_shard * mesh.cp % mesh.ep == 0,
+            f"mesh.ep ({mesh.ep}) must divide mesh.dp-shard ({mesh.dp_shard}) x mesh.cp ({mesh.cp}) = "
+            f"{mesh.dp_shard * mesh.cp}",
+        )
+        need(
+            mesh.ep == 1 or (run.model.n_routed_experts > 0 and run.model.n_routed_experts % mesh.ep == 0),
+            f"n_routed_experts ({run.model.n_routed_experts}) must be above 0 and divide evenly over mesh.ep "
+            f"({mesh.ep}): set it to a divisor",
+        )
+        rows = mesh.data_ranks * data.micro_batch
+        need(
+            data.global_batch % rows == 0,
+            f"data.global-batch ({data.global_batch}) must be a multiple of data.micro-batch ({data.micro_batch}) x "
+            f"mesh.dp-replicate ({mesh.dp_replicate}) x mesh.dp-shard ({mesh.dp_shard}) = {rows}",
+        )
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def idle(run: RunConfig) -> dict[str, str]:
+    """The settings that change nothing beside the others, each with what makes it so."""
+    data, optim, path = run.data, run.optim, run.data.path or ""
+    table = {
+        "optim.name is sgd": (optim.name == "sgd", "optim.beta1 optim.beta2 optim.eps"),
+        "optim.schedule is constant": (optim.schedule == "constant", "optim.min_lr optim.decay_steps"),
+        "data.path is no .jsonl": (not path.endswith(".jsonl"), "data.field"),
+        "data.path holds fixed batches": (path.endswith(".safetensors"), "data.tokenizer data.held_out eval_every"),
+        "data.held-out is 0": (data.held_out == 0, "eval_every"),
+        "the model has no experts": (
+            not run.model.n_routed_experts,
+            "router.bias_rate router.balance_coef router.z_coef",
+        ),
+        "no layer of the model shares keys": ("shared" not in run.model.indexers, "indexer.teacher"),
+        "indexer.stage is frozen": (run.indexer.stage == "frozen", "indexer.coef indexer.teacher"),
+        "indexer.stage is dense-warmup": (
+            run.indexer.stage == "dense-warmup",
+            "router.bias_rate router.balance_coef router.z_coef mtp.share_indices mtp.detach_trunk mtp.detach_head",
+        ),
+        "the model selects no keys": (not run.model.index_topk, "mtp.share_indices"),
+        "the model predicts one further token": (run.model.mtp_depths == 1, "mtp.share_indices"),
+        "mtp.coef is 0": (run.mtp.coef == 0, "mtp.share_indices mtp.detach_trunk mtp.detach_head"),
+        "the model predicts no further tokens": (
+            not run.model.mtp_depths,
+            "mtp.coef mtp.share_indices mtp.detach_trunk mtp.detach_head",
+        ),
+    }
+    return {name: why for why, (holds, names) in table.items() if holds for name in names.split()}
