@@ -219,7 +219,7 @@ WIDE = ("embed", "q_rank", "kv_rank")
 EXPERT = ("expert",)
 
 LAYOUTS = {
-    "fsdp": Layout(store={"fsdp": WIDE, "ep": EXPERT, "rest": WIDE}, compute={"ep": EXPERT}),
+    "fsdp": Layout(store={"fsdp": WIDE, "ep": EXPERT, "rest": WIDE}),
 }
 
 DENSE_TINY = RunConfig(

@@ -24,7 +24,7 @@ from glm5fn.stored import Kind, differing_copies
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 ShardSize = Annotated[str, arg(metavar="SIZE", help="the most that a file takes, such as 5GB or 500MB")]
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def hf_to_native(
@@ -88,6 +88,8 @@ def inspect(path: Positional[Path], /, verify: bool = False) -> int:
 def convert(src: Path, dst: Path, kinds: tuple[Kind, ...], form: Form, shard_size: str, force: bool) -> int:
     if src.resolve().is_relative_to(dst.resolve()):
         raise ValueError(f"{dst} would take the place of {src}, which is read: name another place")
+    if dst.exists() and not force:
+        raise ValueError(f"{dst} exists already: set --force to write over it, or name another place")
     shard_bytes = parse_bytes(shard_size)
     kind = survey(src).kind
     if kind not in kinds:
@@ -123,10 +125,13 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("5GB"), parse_bytes("1.5 MiB")
     (5000000000, 1572864)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", text.strip(), re.IGNORECASE)
-    if match is None or match[2].upper() not in UNITS:
-        raise ValueError(f"--shard-size {text} must be a number with a unit, such as 5GB or 500MB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*((?:[KMGT]i?)?)B?", text.strip(), re.IGNORECASE)
+    size = int(float(match[1]) * UNITS[match[2].upper()]) if match else 0
+    if size < 1:
+        raise ValueError(
+            f"--shard-size {text} must be a number with a unit, such as 5GB or 500MB, of at least one byte"
+        )
+    return size
 
 
 @contextmanager
@@ -144,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
         warnings.showwarning = lambda message, *_, **__: tell(f"notice: {message}")
         try:
             return subcommand_cli_from_dict(commands, prog="convert.py", description=__doc__, args=argv)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError) as error:
             print(f"convert.py: {error}", file=sys.stderr)
         except KeyboardInterrupt:
             print("convert.py: interrupted, nothing was written", file=sys.stderr)

@@ -11,25 +11,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .comm import Comm, Span, Tree, local
-from .mesh import Grid, placements
-from .settings import Layout
-from .spec import Param
-from .tree import tree_map
+from .fetch import Started, finish, start
+from .mesh import Grid
 
 
-def comm_for(grid: Grid | None, layout: Layout, dtype: torch.dtype, grad_dtype: torch.dtype) -> Comm:
+def comm_for(grid: Grid | None, dtype: torch.dtype, grad_dtype: torch.dtype) -> Comm:
     """The exchanges on this grid. Blocks compute in dtype; gradients of parameters are reduced in grad_dtype."""
     if grid is None:
         return local(dtype)
 
-    def gather(row: Param, tensor: DTensor) -> Tensor:
-        wanted = placements(row, tensor.device_mesh, layout.compute)
-        forward = row.dtype(dtype)
-        here = tensor.redistribute(placements=wanted, forward_dtype=forward, backward_dtype=grad_dtype)
-        return here.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in wanted])
+    def begin(params: Tree, specs: Tree) -> Started:
+        return start(params, specs, grid, dtype, grad_dtype)
 
-    def fetch(params: Tree, specs: Tree) -> Tree:
-        return tree_map(gather, specs, params)
+    def fetch(params: Tree, specs: Tree, started: Started | None = None) -> Tree:
+        return finish(begin(params, specs) if started is None else started, params, specs, grid)
 
     def total(value: Tensor) -> Tensor:
         value = value.detach().clone()
@@ -39,6 +34,7 @@ def comm_for(grid: Grid | None, layout: Layout, dtype: torch.dtype, grad_dtype: 
     ranks = grid.rows.size()
     order = chunk_order(ranks, grid.balanced)
     return Comm(
+        begin=begin,
         fetch=fetch,
         sum=total,
         split=ranks,

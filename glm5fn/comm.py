@@ -25,7 +25,7 @@ class Comm:
     """The exchanges of one rank grid.
 
     fetch: (parameters as they rest, their rows) -> plain local tensors in the compute dtype, wide rows in at least
-    fp32; their gradients take the way back.
+    fp32; their gradients take the way back. begin: starts it, and gives what fetch takes as third argument.
     sum: a plain tensor summed over all ranks, without gradient.
     split: how many ranks share the tokens of a row. parts: into how many equal parts a row must be cut for them.
     mine: [b, t, ...] -> [b, s, ...], this rank's tokens of each row.
@@ -36,8 +36,9 @@ class Comm:
     kernel on all experts; every rank must call it, with tokens or without.
     """
 
-    fetch: Callable[[Tree, Tree], Tree]
+    fetch: Callable[..., Tree]
     sum: Callable[[Tensor], Tensor]
+    begin: Callable[[Tree, Tree], Any] = lambda params, specs: None
     split: int = 1
     parts: int = 1
     mine: Callable[[Tensor], Tensor] = lambda values: values
@@ -49,7 +50,7 @@ class Comm:
 def local(dtype: torch.dtype | None = None) -> Comm:
     """One rank: nothing moves. Fetch still casts to the compute dtype where one is given."""
 
-    def fetch(params: Tree, specs: Tree) -> Tree:
+    def fetch(params: Tree, specs: Tree, started: None = None) -> Tree:
         return params if dtype is None else tree_map(lambda row, leaf: leaf.to(row.dtype(dtype)), specs, params)
 
     return Comm(fetch=fetch, sum=lambda x: x)

@@ -98,6 +98,8 @@ class ModelConfig(Architecture):
         """
         source = source if isinstance(source, Mapping) else read_json(Path(source))
         keys = {key: value for key, value in source.items() if value is not None}  # null is as good as absent
+        if not isinstance(keys.get("model_type"), str):
+            raise ConfigError(f"model_type ({keys.get('model_type')!r}) must be the name of a family")
         if keys.get("model_type") == legacy.MODEL_TYPE:
             keys = legacy.modern(keys)
         model_type = keys.get("model_type")
@@ -161,7 +163,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     try:
         path = path / "config.json" if path.is_dir() else path
         source = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as a model's config.json ({error})") from error
     if not isinstance(source, Mapping):
         raise ConfigError(f"{path}: must be a JSON object, is {type(source).__name__}")

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+SUBDIRECTORIES = ("additional_chat_templates",)  # what a model's directory may have
+
 
 @contextmanager
 def atomic_directory(path: str | Path, overwrite: bool = False) -> Iterator[Path]:
@@ -17,15 +19,11 @@ def atomic_directory(path: str | Path, overwrite: bool = False) -> Iterator[Path
     be overwritten, is something else than a directory of tensor files, or is being written by another process.
     """
     target = Path(path).resolve()
-    settle(target)
-    if target.exists():
-        if not overwrite:
-            raise ValueError(f"{path} exists already: name another place, or allow it to be overwritten")
-        if not target.is_dir() or (any(target.iterdir()) and not any(target.glob("*.safetensors"))):
-            raise ValueError(f"{path} is not a directory of safetensors files, so it is not overwritten: name another")
     temporary = aside(target, "partial")
     with occupied(temporary, f"{path} is being written by another process: wait for its end, or name another place"):
         try:
+            settle(target)
+            refuse(target, overwrite)
             for left in temporary.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             yield temporary
@@ -40,6 +38,21 @@ def atomic_directory(path: str | Path, overwrite: bool = False) -> Iterator[Path
             raise
         finally:
             settle(target)
+
+
+def refuse(target: Path, overwrite: bool) -> None:
+    """Raise ValueError for what is there and may not, or should not, be overwritten."""
+    if not target.exists():
+        return
+    if not overwrite:
+        raise ValueError(f"{target} exists already: name another place, or allow it to be overwritten")
+    found = [*target.iterdir()] if target.is_dir() else []
+    foreign = [path.name for path in found if path.is_dir() and path.name not in SUBDIRECTORIES]
+    if not target.is_dir() or foreign or (found and not any(path.suffix == ".safetensors" for path in found)):
+        why = f": it has {', '.join(foreign)}" if foreign else ""
+        raise ValueError(
+            f"{target} is not a directory of safetensors files, so it is not overwritten{why}: name another"
+        )
 
 
 @contextmanager

@@ -156,7 +156,7 @@ def survey_directory(directory: Path) -> tuple[dict[str, Row | None], list[str]]
 
 def survey_file(path: Path) -> tuple[dict[str, Row | None], list[str]]:
     try:
-        return {**read_header(path)}, []
+        return {**read_header(path.parent, path.name)}, []
     except ValueError as fault:
         return {}, [str(fault)]
 
@@ -168,13 +168,15 @@ def read_shards(directory: Path) -> tuple[dict[str, Row | None], list[str]]:
         files: dict[str, list[str]] = {}
         for key, file in index.items():
             files.setdefault(file, []).append(key)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if wrong := [file for file in files if not (file and Path(file).name) or {"..", "/"} & {*Path(file).parts}]:
+            raise ValueError(f"it must name files in this directory, names {', '.join(map(repr, wrong))}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{directory / INDEX} cannot be read as an index of tensors ({error!r})") from error
     rows: dict[str, Row | None] = dict.fromkeys(index)
     faults: list[str] = []
     for file, keys in files.items():
         try:
-            header = read_header(directory / file)
+            header = read_header(directory, file)
         except ValueError as fault:
             faults.append(f"{fault}; {INDEX} wants of it: {', '.join(keys)}")
             continue
@@ -186,10 +188,11 @@ def read_shards(directory: Path) -> tuple[dict[str, Row | None], list[str]]:
     return rows, faults
 
 
-def read_header(path: Path) -> dict[str, Row]:
+def read_header(directory: Path, name: str) -> dict[str, Row]:
     """The rows of one file. Raises ValueError that names the file, and the tensors that a truncated one has lost."""
+    path = directory / name
     if not path.is_file():
-        raise ValueError(f"{path.name} is missing")
+        raise ValueError(f"{name} is missing")
     size = path.stat().st_size
     rows: dict[str, Row] = {}
     cut: list[str] = []
@@ -204,18 +207,20 @@ def read_header(path: Path) -> dict[str, Row]:
         for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             if entry["dtype"] not in DTYPES:
                 raise ValueError(f"{key} has dtype {entry['dtype']}, must be one of {', '.join(DTYPES)}")
-            rows[key] = Row(path.name, DTYPES[entry["dtype"]], tuple(entry["shape"]), start + end)
+            if not all(isinstance(n, int) and n >= 0 for n in entry["shape"]):
+                raise ValueError(f"{key} has shape {entry['shape']}, must be whole numbers")
+            rows[key] = Row(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), start + end)
             expected = [end, end + count_bytes((key, *rows[key][1:3]))]
             if entry["data_offsets"] != expected:
                 raise ValueError(f"{key} stands at bytes {entry['data_offsets']}, its place and size are {expected}")
             end = expected[1]
             cut += [key] if start + end > size else []
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path.name} cannot be read as safetensors ({error})") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be read as safetensors ({error})") from error
     if cut:
-        raise ValueError(f"{path.name} is truncated ({size} bytes, must have {start + end}), losing {', '.join(cut)}")
+        raise ValueError(f"{name} is truncated ({size} bytes, must have {start + end}), losing {', '.join(cut)}")
     if start + end < size:
-        raise ValueError(f"{path.name} has {size} bytes, its tensors end at {start + end}")
+        raise ValueError(f"{name} has {size} bytes, its tensors end at {start + end}")
     return rows
 
 

@@ -51,7 +51,8 @@ def quantize(
         highest = blocks.abs().amax((1, 3))
         if not highest.isfinite().all():
             raise ValueError("has numbers that are not finite, which FP8 cannot hold")
-        scales = torch.where(highest > 0, highest / LARGEST, 1.0)
+        scales = highest / LARGEST
+        scales = torch.where(scales > 0, scales, 1.0)  # of blocks of zeros, or of numbers too small for a factor
     # What rounding lifts above the largest number would become NaN.
     held = (blocks / scales[:, None, :, None]).clamp_(-LARGEST, LARGEST).to(E4M3)
     return rearrange(held, "p down q across -> (p down) (q across)")[:m, :n].contiguous(), scales

@@ -65,13 +65,17 @@ def survey(path: str | Path, cfg: ModelConfig | None = None) -> Survey:
     if not path.is_dir():
         raise ValueError(f"{path}: is {'a file' if path.exists() else 'not there'}, must be a model's directory")
     config = read_json(path)
-    kinds: dict[Any, Kind] = {FORMAT: "native", legacy.MODEL_TYPE: "ChatGLM"}
-    kind = kinds.get(config.get("format")) or kinds.get(config.get("model_type")) or "Hugging Face"
+    kind: Kind = "ChatGLM" if config.get("model_type") == legacy.MODEL_TYPE else "Hugging Face"
+    kind = "native" if config.get("format") == FORMAT else kind
     promised = cfg or ModelConfig.from_hf(config)
     found, faults = survey_directory(path)
     model = promised if kind == "native" or cfg else without_absent_mtp(promised, found)
     served = sources(model, found, kind)
-    spare = copies(promised) if kind == "Hugging Face" else {}
+    spare = {} if kind == "native" else copies(promised)
+    if kind == "ChatGLM":
+        spare = {
+            legacy.place(copy, promised.dims)[0]: legacy.place(key, promised.dims)[0] for copy, key in spare.items()
+        }
     asked = {key: row for key, row in found.items() if not (key.endswith(BUFFERS) or key in spare)}
     wanted = {key: size for source in served.values() for key, size in source.contract.items()}
     notices = []
@@ -80,8 +84,8 @@ def survey(path: str | Path, cfg: ModelConfig | None = None) -> Survey:
         absent = f"num_nextn_predict_layers is {sets}, but no tensor of it is there"
         notices.append(f"{absent}: multi-token prediction is off")
     state = [key for source in served.values() for key in source.keys if source.row.part == "state"]
-    if narrow := [key for key in state if (row := found.get(key)) and row.dtype.itemsize < torch.float32.itemsize]:
-        notices.append(f"rounded to less than float32, which is held from here on: {', '.join(narrow)}")
+    if other := [key for key in state if (row := found.get(key)) and row.dtype != torch.float32]:
+        notices.append(f"stored in another dtype than float32, which is held from here on: {', '.join(other)}")
     return Survey(
         directory=path,
         kind=kind,
@@ -135,7 +139,7 @@ def dtype_faults(found: Rows, served: Mapping[str, Source]) -> list[str]:
 
     return [
         f"{key} in {row.file} is {dtype_name(row.dtype)}, must be {' or '.join(map(dtype_name, allowed(key)))}"
-        + (f": FP8 needs its factors beside it, as {key}{SCALE}" if row.dtype == E4M3 else "")
+        + (f": {fp8_needs(key)}" if row.dtype == E4M3 else "")
         for row, key in ((row, key) for key, row in found.items() if row)
         if row.dtype not in allowed(key)
     ] + [
@@ -143,6 +147,12 @@ def dtype_faults(found: Rows, served: Mapping[str, Source]) -> list[str]:
         for source in served.values()
         if len(kinds := {dtype_name(dtypes[key]) for key in source.keys if key in dtypes}) > 1
     ]
+
+
+def fp8_needs(key: str) -> str:
+    if key.endswith(".weight"):
+        return f"FP8 needs its factors beside it, as {key}{SCALE}"
+    return "experts in FP8 must come one by one, not stacked"
 
 
 def load(

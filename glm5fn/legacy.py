@@ -57,7 +57,9 @@ def modern(keys: Mapping[str, Any]) -> dict[str, Any]:
     if missing := [name for name in OURS if name not in keys and name not in optional]:
         raise ConfigError(f"config.json of a {MODEL_TYPE} lacks {', '.join(missing)}")
     grouped = keys.get("multi_query_attention", False)
-    groups = keys.get("multi_query_group_num") if grouped else keys["num_attention_heads"]
+    if grouped and "multi_query_group_num" not in keys:
+        raise ConfigError(f"config.json of a {MODEL_TYPE} with multi_query_attention lacks multi_query_group_num")
+    groups = keys["multi_query_group_num"] if grouped else keys["num_attention_heads"]
     return {ours: keys[name] for name, ours in OURS.items() if name in keys} | {
         "model_type": "glm",
         "attention_bias": keys.get("add_qkv_bias", False),

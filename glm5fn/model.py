@@ -100,12 +100,18 @@ class Engine:
         cfg: ModelConfig,
         ends: bool = True,
         chosen: Int[Tensor, "b s g"] | None = None,
+        started: Any = None,
     ) -> Passed:
-        """Run one layer on its parameters as they rest. One that will run again selects its keys before, once."""
+        """Run one layer on its parameters as they rest. One that will run again selects its keys before, once.
+
+        started: the exchange of its parameters, if it is on its way.
+        """
+        once = [started]
         settings = {"cfg": cfg, "ends": ends, "terms": self.terms, "comm": self.comm, "kernels": self.kernels}
 
         def run(params: Params, x: Tensor, selected: Selected | None, chosen: Tensor | None) -> Passed:
-            return self.block(self.comm.fetch(params, specs), x, where, selected, chosen, **settings)
+            weights = self.comm.fetch(params, specs, once.pop() if once else None)
+            return self.block(weights, x, where, selected, chosen, **settings)
 
         if self.recompute and torch.is_grad_enabled():
             selects = "indexer" in specs["attn"] and x.shape[1] * self.comm.split > cfg.index_topk
@@ -148,11 +154,15 @@ def trunk(params: Params, tokens: Int[Tensor, "b s"], cfg: ModelConfig, where: D
     specs, indexers = outer_specs(cfg), cfg.indexers
     terms, selected = {}, None
     x = F.embedding(tokens, engine.fetch(params, specs, "embed"))
+    started = None
     for i in range(cfg.num_hidden_layers):
         ends = engine.terms.indexer.teacher == "source" or indexers[i + 1 : i + 2] != ("shared",)
-        weights = params["layers"][str(i)]
+        weights, rows = params["layers"][str(i)], block_specs(cfg, i)
+        now = engine.comm.begin(weights, rows) if started is None else started
+        if i + 1 < cfg.num_hidden_layers:  # whose parameters travel while this one computes
+            started = engine.comm.begin(params["layers"][str(i + 1)], block_specs(cfg, i + 1))
         shared = selected if indexers[i : i + 1] == ("shared",) else None
-        x, selected, found = engine.layer(weights, block_specs(cfg, i), x, where, shared, cfg, ends)
+        x, selected, found = engine.layer(weights, rows, x, where, shared, cfg, ends, started=now)
         terms = add(terms, named(f"layers.{i}", found))
     return Trunk(engine.kernels.rms_norm(x, engine.fetch(params, specs, "norm"), cfg.rms_norm_eps), terms)
 

@@ -83,7 +83,7 @@ def say(text: str) -> None:
 def make_setup(run: RunConfig, device: str, dtype: torch.dtype, grid: Grid | None) -> Setup:
     if run.compile:  # each kind of layer is a graph, and another in evaluation
         torch._dynamo.config.recompile_limit = 64
-    comm = comm_for(grid, run.layout, dtype, widest(device) if run.deterministic else torch.float32)
+    comm = comm_for(grid, dtype, widest(device) if run.deterministic else torch.float32)
     return Setup(
         run=run,
         device=device,

@@ -105,8 +105,10 @@ class Form:
                     yield Piece(key + SCALE, scales.cpu(), path + SCALE)
                 else:
                     cast = values.to(dtype).cpu()
-                    if dtype == torch.float16 and not torch.equal(cast.isfinite(), values.isfinite()):
-                        raise ValueError(f"{key} has numbers above the largest of float16: take bfloat16")
+                    if dtype != values.dtype and not torch.equal(cast.isfinite(), values.isfinite().cpu()):
+                        raise ValueError(
+                            f"{key} has numbers above the largest of {dtype_name(dtype)}: take another dtype"
+                        )
                     yield Piece(path if self.native else key, cast, path)
             begin += math.prod(size)
 

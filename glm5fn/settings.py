@@ -20,11 +20,11 @@ CONFIG = "config.yaml"
 class Layout:
     """Placements as names: mesh axis -> the tensor axes that it may split, best first (see `spec.split_dims`).
 
-    store: how parameters and moments rest. compute: what of them a block is handed as a part.
+    store: how parameters and moments rest. A block gets them whole along fsdp and rest, which come first in their
+    meshes, and along the other axes as they rest.
     """
 
     store: Mapping[str, tuple[str, ...]]
-    compute: Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import legacy
 from .config import ModelConfig
-from .files import Rows, TensorFiles
+from .files import Rows, TensorFiles, as_bytes
 from .fp8 import BLOCK, SCALE, dequantize, scale_shape
 from .model import model_specs
 from .spec import Param, Region, hf_groups, hf_keys, rows, shape, whole
@@ -91,9 +91,15 @@ class Stored:
         for number, target in zip(numbers, targets, strict=True):
             part = self.files.read(keys[number], ((self.source.first + start, size), *others))
             if self.source.scaled:
-                part = dequantize(part, self.files.read(keys[number] + SCALE), start, others[0][0])
+                part = dequantize(part, self.scales(keys[number]), start, others[0][0])
             target.copy_(part.view(sizes)[tuple(inner)])
         return values
+
+    def scales(self, key: str) -> Tensor:
+        found = self.files.read(key + SCALE)
+        if not (found.isfinite() & (found >= 0)).all():
+            raise ValueError(f"{key}{SCALE} has factors that are negative or not finite")
+        return found
 
     def read_flat(self, start: int, count: int) -> Tensor:
         """So many of its values from one on, in row-major order: of those of one key, and of FP8 whole rows."""
@@ -103,16 +109,16 @@ class Stored:
         key = source.keys[number]
         part = files.read_flat(key, source.first * width + offset, count)
         if source.scaled:
-            part = dequantize(part.view(-1, width), files.read(key + SCALE), offset // width).flatten()
+            part = dequantize(part.view(-1, width), self.scales(key), offset // width).flatten()
         return part.to(self.dtype)
 
 
 def at_rest(row: Param, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter in files whose tensors are of this one: a router's state stays in fp32.
+    """The dtype of a parameter in files whose tensors are of this one: a router's state is always in fp32.
 
     Its balance bias is a sum of small steps, and its last bits decide which expert is chosen.
     """
-    return row.dtype(dtype) if row.part == "state" else dtype
+    return torch.float32 if row.part == "state" else dtype
 
 
 def sources(cfg: ModelConfig, found: Rows, kind: Kind) -> dict[str, Source]:
@@ -184,9 +190,9 @@ def differing_copies(files: TensorFiles, wanted: Mapping[str, str]) -> list[str]
 
 
 def same(files: TensorFiles, one: str, other: str) -> bool:
-    """Whether two tensors of one dtype and shape hold the same numbers; a piece of each is held at a time."""
+    """Whether two tensors of one dtype and shape hold the same bytes; a piece of each is held at a time."""
     parts = cuts(files.rows[one].shape)
-    return all(torch.equal(files.read_flat(one, *part), files.read_flat(other, *part)) for part in parts)
+    return all(as_bytes(files.read_flat(one, *part)) == as_bytes(files.read_flat(other, *part)) for part in parts)
 
 
 def cuts(size: tuple[int, ...]) -> Iterator[tuple[int, int]]:

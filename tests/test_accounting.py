@@ -136,7 +136,7 @@ def lines(run):
 
 def test_the_plan_of_glm5_takes_no_time_and_says_the_counts():
     wide = ("embed", "q_rank", "kv_rank")
-    layout = Layout(store={"fsdp": wide, "rest": wide}, compute={})
+    layout = Layout(store={"fsdp": wide, "rest": wide})
     run = replace(RUNS["glm4-9b"], model=MODELS["glm5-744b"], mesh=MeshConfig(dp_shard=256), layout=layout)
     run = replace(run, indexer=IndexerConfig(stage="sparse"))
     start = time.perf_counter()
@@ -165,7 +165,7 @@ def test_the_plan_counts_the_rank_that_holds_the_most():
     cut = replace(
         run,
         mesh=MeshConfig(dp_shard=3, dp_replicate=2),
-        layout=Layout(store={"fsdp": ("embed",), "rest": ("embed",)}, compute={}),
+        layout=Layout(store={"fsdp": ("embed",), "rest": ("embed",)}),
     )
     for name, size in bytes_of(held).items():
         assert lines(cut)[f"{name} on a rank"].strip() == human(size, "B", 1024)

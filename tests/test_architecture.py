@@ -8,27 +8,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Each room may import from those before it.
 ORDER = [
-    *(
-        "typed",
-        "architecture",
-        "tree",
-        "legacy",
-        "config",
-        "ops",
-        "comm",
-        "spec",
-        "settings",
-        "limits",
-        "device",
-        "kernels",
-    ),
-    *("mesh", "collectives", "directory", "files", "writer", "fp8"),
+    *("typed", "architecture", "tree", "legacy", "config", "ops", "comm", "spec", "settings", "limits"),
+    *("device", "kernels", "mesh", "fetch", "collectives", "directory", "files", "writer", "fp8"),
     *("gqa", "mla", "dsa", "ffn", "moe", "batch", "block", "model", "mtp", "losses", "shell"),
     *("stored", "hf", "save", "flops", "plan", "describe"),
     *("text", "data", "grad", "optim", "checkpoint", "record", "launch", "compare"),
     *("step", "run", "command", "__init__", "__main__", "configs", "train", "convert"),
 ]
-DISTRIBUTED = {"mesh", "collectives", "launch"}
+DISTRIBUTED = {"mesh", "fetch", "collectives", "launch"}
 MODULES = [*sorted((ROOT / "glm5fn").rglob("*.py")), *(ROOT / f"{name}.py" for name in ("configs", "train", "convert"))]
 EACH_MODULE = pytest.mark.parametrize("path", MODULES, ids=[str(path.relative_to(ROOT)) for path in MODULES])
 

@@ -231,12 +231,13 @@ def test_a_cast_rounds_to_the_nearest_even_and_spares_what_is_wide(tmp_path, run
     assert {leaf.dtype for leaf in again.values()} == {torch.float32}
 
 
-def test_numbers_that_a_cast_would_make_infinite_are_refused_by_name(tmp_path, run):
-    params = init_params(WITH_MTP)
-    params["layers"]["1"]["attn"]["o"][0, 0, 0] = 7e4
+@pytest.mark.parametrize(("number", "dtype"), [(7e4, "float16"), (3.4e38, "bfloat16"), (1e300, "float32")])
+def test_numbers_that_a_cast_would_make_infinite_are_refused_by_name(tmp_path, run, number, dtype):
+    params = init_params(WITH_MTP, dtype=torch.float64 if number > 1e39 else torch.float32)
+    params["layers"]["1"]["attn"]["o"][0, 0, 0] = number
     save(tmp_path / "native", params, WITH_MTP)
-    code, said = run("native-to-hf", tmp_path / "native", tmp_path / "hf", "--dtype", "float16")
-    assert code == 1 and "model.layers.1.self_attn.o_proj.weight has numbers above the largest of float16" in said
+    code, said = run("native-to-hf", tmp_path / "native", tmp_path / "hf", "--dtype", dtype)
+    assert code == 1 and f"model.layers.1.self_attn.o_proj.weight has numbers above the largest of {dtype}" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["native"]
 
 
@@ -298,7 +299,7 @@ def test_what_is_there_is_only_written_over_with_force(exported, tmp_path, run):
     assert run("hf-to-native", exported, tmp_path / "x")[0] == 0
     before = listing(tmp_path)
     code, said = run("hf-to-native", exported, tmp_path / "x")
-    assert code == 1 and "x exists already" in said and listing(tmp_path) == before
+    assert code == 1 and "x exists already: set --force" in said and listing(tmp_path) == before
     assert run("hf-to-native", exported, tmp_path / "x", "--shard-size", "100KB", "--force")[0] == 0
     assert len(list((tmp_path / "x").glob("*.safetensors"))) > 1
     assert run("hf-to-native", exported, tmp_path / "x", "--force")[0] == 0
@@ -354,6 +355,69 @@ def test_it_can_be_run_again_after_a_kill(exported, tmp_path, run, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda d: config(d, model_type=[]), "model_type ([]) must be the name of a family"),
+        (lambda d: config(d, format={}), None),
+        (lambda d: (d / "config.json").write_text("[" * 200000), "cannot be read as a model's config.json"),
+        (lambda d: index(d, 5), "cannot be read as an index"),
+        (lambda d: index(d, "../hf/model.safetensors"), "it must name files in this directory"),
+        (lambda d: index(d, "/tmp/model.safetensors"), "it must name files in this directory"),
+        (lambda d: index(d, "."), "it must name files in this directory"),
+        (lambda d: shape(d, [40.0]), "model.norm.weight has shape [40.0], must be whole numbers"),
+    ],
+)
+def test_files_that_say_nonsense_are_refused_without_a_traceback(exported, tmp_path, run, change, told):
+    source = Path(shutil.copytree(exported, tmp_path / "hf"))
+    change(source)
+    code, said = run("hf-to-native", source, tmp_path / "native")
+    assert code == (1 if told else 0) and (told or "checksum") in said and "Traceback" not in said
+    assert (tmp_path / "native").exists() == (told is None)
+
+
+def config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def index(directory, file):
+    path = directory / INDEX
+    held = json.loads(path.read_text())
+    held["weight_map"]["model.norm.weight"] = file
+    path.write_text(json.dumps(held))
+
+
+def shape(directory, size):
+    path = directory / TensorFiles.open(directory).rows["model.norm.weight"].file
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["model.norm.weight"]["shape"] = size
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def test_shards_in_a_subdirectory_are_read_from_there(exported, tmp_path, run):
+    source = Path(shutil.copytree(exported, tmp_path / "hf"))
+    held = json.loads((source / INDEX).read_text())
+    file = held["weight_map"]["model.norm.weight"]
+    (source / "sub").mkdir()
+    shutil.copy(source / file, source / "sub" / file)
+    content = (source / file).read_bytes()
+    (source / file).write_bytes(content[:-4000] + bytes(4000))  # a stale one of the same name
+    held["weight_map"] = {k: f"sub/{v}" if v == file else v for k, v in held["weight_map"].items()}
+    (source / INDEX).write_text(json.dumps(held))
+    assert same(flatten(load(source)[1]), flatten(load(exported)[1]))
+
+
+def test_a_directory_that_holds_more_than_a_model_is_not_written_over(exported, tmp_path, run):
+    target = Path(shutil.copytree(exported, tmp_path / "x"))
+    (target / ".git").mkdir()
+    code, said = run("hf-to-native", exported, target, "--force")
+    assert code == 1 and "it has .git" in said and (target / ".git").exists()
+
+
+@pytest.mark.parametrize(
     ("argv", "code", "told"),
     [
         (["hf-to-native", "SRC"], 2, "required"),
@@ -364,7 +428,8 @@ def test_it_can_be_run_again_after_a_kill(exported, tmp_path, run, monkeypatch):
             1,
             "--shard-size 5 apples must be a number with a unit",
         ),
-        (["hf-to-native", "SRC", "x", "--shard-size", "0GB"], 1, "must be at least 1"),
+        (["hf-to-native", "SRC", "x", "--shard-size", "0GB"], 1, "must be a number with a unit"),
+        (["hf-to-native", "SRC", "x", "--shard-size", "9" * 400], 1, "must be a number with a unit"),
         (["native-to-hf", "SRC", "x"], 1, "is a Hugging Face directory, must be native"),
         (["hf-to-native", "nowhere", "x"], 1, "nowhere: is not there, must be a model's directory"),
         (["inspect", "."], 1, "config.json"),

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,8 @@ def test_the_largest_number_of_each_block_becomes_the_largest_of_fp8():
             assert (highest, scales[i, j]) == ((448, block.abs().max() / 448) if block.any() else (0, 1))
     error = (dequantize(held, scales) - values).abs()
     assert (error <= values.abs() / 16 + scales.max() * 2**-10).all()  # half a step of three bits, or of the smallest
+    tiny, ones = quantize(torch.full((3, 3), 1e-43))
+    assert not tiny.float().any() and ones.item() == 1  # too small for a factor
     with pytest.raises(ValueError, match="not finite"):
         quantize(torch.tensor([[1.0, float("nan")]]))
 
@@ -179,6 +182,8 @@ def test_an_export_keeps_in_bf16_what_the_published_one_keeps(tmp_path, run):  #
         (lambda t, key: t.update({key: t[key].bfloat16()}), {}, "is bfloat16, must be float8_e4m3fn"),
         (lambda t, key: t.update({f"{key}_scale_inv": torch.ones(1, 3)}), {}, "has shape (1, 3), must be (3, 2)"),
         (lambda t, key: t.update({f"{key}_scale_inv": torch.ones(3, 2).half()}), {}, "is float16, must be float32"),
+        (lambda t, key: t[f"{key}_scale_inv"].fill_(-1), {}, "has factors that are negative or not finite"),
+        (lambda t, key: t[f"{key}_scale_inv"].fill_(math.nan), {}, "has factors that are negative or not finite"),
         (lambda t, key: None, {"quantization_config": {"quant_method": "gptq"}}, "quant_method ('gptq') must be 'fp8'"),
         (lambda t, key: None, {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size (None) must be"),
     ],

@@ -84,7 +84,7 @@ def make(grid, micro=1, optimizer="sgd", rows=ROWS, model=None, dtype=F64, **set
     made = mesh.make_grid(grid, "cpu")
     wide = F64 if config.deterministic else dtype
     compute = torch.bfloat16 if config.precision == "bf16" else dtype
-    comm = comm_for(made, config.layout, compute, wide)
+    comm = comm_for(made, compute, wide)
     setup = step.Setup(
         run=config,
         device="cpu",

@@ -1,12 +1,13 @@
 """GLM-4-9B under ChatGLM's names becomes the same model as under transformers'."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from test_convert import run  # noqa: F401
-from test_hf_experts import randomized, same, stored_tensors
+from test_hf_experts import edit, randomized, same, stored_tensors
 
 from glm5fn import ConfigError, ModelConfig, init_params, load, save_hf
 from glm5fn.files import MODEL
@@ -100,14 +101,14 @@ def test_it_becomes_the_same_model_as_under_the_names_of_transformers(tmp_path, 
 
 
 def test_without_grouped_queries_and_biases_or_with_a_tied_head_too(tmp_path):
-    from dataclasses import replace
-
     cfg = replace(GLM, num_key_value_heads=6, attention_bias=False, tie_word_embeddings=True, rope_theta=1e4)
     config = CHATGLM | {"multi_query_attention": False, "add_qkv_bias": False, "tie_word_embeddings": True}
     config.pop("rope_ratio")
     old, _, params = released(tmp_path, config, cfg)
     found, loaded = load(old)
     assert found == cfg and same(flatten(loaded), flatten(params))
+    edit(old, lambda tensors: tensors.update({"transformer.output_layer.weight": params["embed"].clone()}))
+    assert same(flatten(load(old)[1]), flatten(params))
 
 
 def test_any_region_of_a_fused_tensor_is_read(tmp_path):
@@ -128,6 +129,7 @@ def test_any_region_of_a_fused_tensor_is_read(tmp_path):
         ({"add_bias_linear": True}, "add_bias_linear (True) must be False"),
         ({"num_layers": None}, "lacks num_layers"),
         ({"rope_ratio": "much"}, "rope_ratio ('much') must be of type float"),
+        ({"multi_query_group_num": None}, "with multi_query_attention lacks multi_query_group_num"),
         ({"multi_query_group_num": 4}, "must be a multiple of"),
     ],
 )

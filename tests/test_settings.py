@@ -94,8 +94,8 @@ def test_every_config_can_be_run_and_reads_back_equal(tmp_path, name):
         ({"deterministic": 1}, "deterministic (1) must be of type bool"),
         ({"data": {"path": 3}}, "data.path (3) must be of type str"),
         ({"model": {"vocab_size": 300}}, "model.model_type, model.hidden_size, "),
-        ({"layout": {"store": {"fsdp": "embed"}, "compute": {}}}, "layout.store.fsdp ('embed') must be of type tuple"),
-        ({"layout": {"store": {"fsdp": [1]}, "compute": {}}}, "layout.store.fsdp (1) must be of type str"),
+        ({"layout": {"store": {"fsdp": "embed"}}}, "layout.store.fsdp ('embed') must be of type tuple"),
+        ({"layout": {"store": {"fsdp": [1]}}}, "layout.store.fsdp (1) must be of type str"),
     ],
     ids=str,
 )

@@ -1,0 +1,171 @@
+"""A block's parameters in one exchange: what each rank holds is gathered, and the gradients are scattered back."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from .comm import Tree
+from .mesh import Grid
+from .spec import Param, cut
+from .tree import flatten, unflatten
+
+ALIGNED = 16  # bytes at a multiple of which each tensor begins, whatever its dtype
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of an exchange. size: what a block gets. dim: which of its dims is cut over the ranks, -1 for none.
+
+    step: the size of the largest cut, as which each is sent. dtype: that a block computes in.
+    """
+
+    size: tuple[int, ...]
+    dim: int
+    step: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: DTensor, dtype: torch.dtype) -> "Part":
+        """Only the mesh's first axis is gathered; along the others a block gets what the rank holds."""
+        mesh, (first, *others) = tensor.device_mesh, tensor.placements
+        size = list(tensor.shape)
+        for axis, placed in enumerate(others, 1):
+            if isinstance(placed, Shard):
+                size[placed.dim] //= mesh.size(axis)
+        dim = first.dim if isinstance(first, Shard) and mesh.size(0) > 1 else -1
+        step = [cut(n, mesh.size(0), 0)[1] if i == dim else n for i, n in enumerate(size)]
+        return cls(tuple(size), dim, tuple(step), dtype)
+
+    def cuts(self, ranks: int) -> list[tuple[int, int]]:
+        """(start, size) of each rank's part of the dim that is cut."""
+        return [cut(self.size[self.dim], ranks, rank) for rank in range(ranks)]
+
+    @property
+    def room(self) -> int:
+        """The bytes of a rank's part on the way."""
+        return -(-math.prod(self.step) * self.dtype.itemsize // ALIGNED) * ALIGNED
+
+
+class Exchange:
+    """The tensors of a block on one mesh, gathered in the background from when this is made."""
+
+    def __init__(self, mesh: DeviceMesh, parts: Sequence[Part], held: Sequence[Tensor], grad_dtype: torch.dtype):
+        self.mesh, self.parts, self.grad_dtype = mesh, parts, grad_dtype
+        self.ranks, self.rank = mesh.size(0), mesh.get_local_rank(0)
+        self.sent = [i for i, part in enumerate(parts) if part.dim >= 0]
+        self.work: Any = None
+        if self.sent:
+            bytes_of = [self.padded(parts[i], held[i]) for i in self.sent]
+            own = torch.cat(bytes_of)
+            self.gathered = own.new_empty(self.ranks * len(own))
+            self.work = dist.all_gather_into_tensor(self.gathered, own, mesh.get_group(0), async_op=True)
+
+    def padded(self, part: Part, held: Tensor) -> Tensor:
+        """A rank's part as bytes, as many as that of any other rank."""
+        missing = part.step[part.dim] - held.shape[part.dim]
+        full = held.detach().to(part.dtype)
+        if missing:
+            full = F.pad(full, (*[0, 0] * (full.dim() - 1 - part.dim), 0, missing))
+        raw = full.contiguous().view(-1).view(torch.uint8)
+        return F.pad(raw, (0, part.room - len(raw)))
+
+    def finish(self, held: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the block gets."""
+        found = [tensor.detach().to(part.dtype) for tensor, part in zip(held, self.parts, strict=True)]
+        if self.work is None:
+            return tuple(found)
+        self.work.wait()
+        at, rows = 0, self.gathered.view(self.ranks, -1)
+        for i in self.sent:
+            part = self.parts[i]
+            count = math.prod(part.step)
+            pieces = rows[:, at : at + count * part.dtype.itemsize].view(part.dtype).view(self.ranks, *part.step)
+            cuts = part.cuts(self.ranks)
+            found[i] = torch.cat([pieces[r].narrow(part.dim, 0, n) for r, (_, n) in enumerate(cuts)], part.dim)
+            at += part.room
+        return tuple(found)
+
+    def back(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """The gradients of what this rank holds, summed over all ranks: scattered first, and the rest over copies."""
+        wide = [
+            torch.zeros(part.size, dtype=self.grad_dtype, device=self.mesh.device_type) if grad is None else grad
+            for grad, part in zip(grads, self.parts, strict=True)
+        ]
+        found: dict[int, Tensor] = {}
+        if self.sent:
+            sizes = [math.prod(self.parts[i].step) for i in self.sent]
+            rows = wide[0].new_zeros(self.ranks, sum(sizes), dtype=self.grad_dtype)
+            for i, target in zip(self.sent, rows.split(sizes, 1), strict=True):
+                part, target = self.parts[i], target.view(self.ranks, *self.parts[i].step)
+                for r, (start, n) in enumerate(part.cuts(self.ranks)):
+                    target[r].narrow(part.dim, 0, n).copy_(wide[i].narrow(part.dim, start, n))
+            own = rows.new_empty(rows.shape[1])
+            dist.reduce_scatter_tensor(own, rows.view(-1), group=self.mesh.get_group(0))
+            self.sum_copies(own)
+            for i, piece in zip(self.sent, own.split(sizes), strict=True):
+                part = self.parts[i]
+                n = part.cuts(self.ranks)[self.rank][1]
+                found[i] = piece.view(part.step).narrow(part.dim, 0, n).contiguous()
+        if whole := [i for i in range(len(wide)) if i not in found]:
+            flat = torch.cat([wide[i].to(self.grad_dtype).flatten() for i in whole])
+            if self.ranks > 1:
+                dist.all_reduce(flat, group=self.mesh.get_group(0))
+            self.sum_copies(flat)
+            for i, piece in zip(whole, flat.split([wide[i].numel() for i in whole]), strict=True):
+                found[i] = piece.view(self.parts[i].size)
+        return [found[i] for i in range(len(wide))]
+
+    def sum_copies(self, flat: Tensor) -> None:
+        copies = self.mesh.ndim - 1
+        if self.mesh.size(copies) > 1:
+            dist.all_reduce(flat, group=self.mesh.get_group(copies))
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, *held: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        ctx.set_materialize_grads(False)
+        return exchange.finish(held)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.exchange.back(grads)
+
+
+Started = Mapping[str, Exchange]  # by mesh
+
+
+def start(params: Tree, specs: Tree, grid: Grid, dtype: torch.dtype, grad_dtype: torch.dtype) -> Started:
+    """Begin to gather a block's parameters."""
+    rows, leaves = flatten(specs), flatten(params)
+    started = {}
+    for name, mesh in (("dense", grid.dense), ("expert", grid.expert)):
+        if paths := paths_on(mesh, rows, grid):
+            parts = [Part.of(leaves[path], rows[path].dtype(dtype)) for path in paths]
+            held = [leaves[path].to_local().detach() for path in paths]
+            started[name] = Exchange(mesh, parts, held, grad_dtype)
+    return started
+
+
+def finish(started: Started, params: Tree, specs: Tree, grid: Grid) -> dict[str, Any]:
+    """The plain tensors that a block computes with; their gradients take the way back."""
+    rows, leaves = flatten(specs), flatten(params)
+    found: dict[str, Tensor] = {}
+    for exchange in started.values():
+        paths = paths_on(exchange.mesh, rows, grid)
+        held = [leaves[path].to_local(grad_placements=leaves[path].placements) for path in paths]
+        found |= dict(zip(paths, Gather.apply(exchange, *held), strict=True))
+    return unflatten({path: found[path] for path in rows})
+
+
+def paths_on(mesh: DeviceMesh, rows: Mapping[str, Param], grid: Grid) -> list[str]:
+    return [path for path, row in rows.items() if grid.of(row) is mesh]
