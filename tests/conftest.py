@@ -42,6 +42,7 @@ def pools():
         one.stop()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Tests that need the pools run in one test process, so that the pools are started once."""
     for item in items:

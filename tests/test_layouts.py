@@ -1,18 +1,20 @@
 """Every layout against one process: loss, gradients, norm, weights; and what each exchange may cost."""
 
 import math
+from contextlib import ExitStack
 from functools import partial
 from itertools import cycle
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from pool import Pool
 from tiny import GLM5, distance, random_params, tiny
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs import LAYOUTS
-from glm5fn import checkpoint, flatten, mesh, step
+from glm5fn import checkpoint, fetch, flatten, mesh, step
 from glm5fn.checkpoint import State
 from glm5fn.collectives import comm_for
 from glm5fn.data import Data, Samples
@@ -143,7 +145,7 @@ def run_three_steps(grid, settings):
 def test_every_gradient_and_the_norm_equal_those_of_one_process(model, grid, micro, pools):
     settings = {"model": tiny(num_hidden_layers=11)} if model == "deep" else MODELS[model]
     expected = first_gradient(MeshConfig(), micro, settings)
-    for found in pools(GRIDS[grid].world)(first_gradient, GRIDS[grid], 1, settings):
+    for found in pools(GRIDS[grid].world)(first_gradient, GRIDS[grid], 2 if GRIDS[grid].cp > 1 else 1, settings):
         assert distance(found, expected) < 1e-12
     parts = [leaf.square().sum() for path, leaf in flatten(expected).items() if path != "all of it"]
     assert all(parts)
@@ -163,7 +165,7 @@ def test_three_clipped_steps_equal_those_of_one_process(model, grid, optimizer, 
     assert all(record["grad_norm"] > 0.1 for record in records)  # so clipping is active
     terms = {"mtp_1", "mtp_2", "kl", "balance", "z", "load_max", "dead_experts"}
     assert terms <= records[0].keys() or model == "dense"
-    settings = {"optimizer": optimizer, "recompute": recompute, **MODELS[model]}
+    settings = {"optimizer": optimizer, "recompute": recompute, "micro": 2 if grid.cp > 1 else 1, **MODELS[model]}
     for found, found_params, found_means in pools(grid.world)(run_three_steps, grid, settings):
         for one, other in zip(found, records, strict=True):
             assert_near(one, other, 1e-12)
@@ -257,34 +259,34 @@ def test_evaluation_counts_each_row_once_on_any_number_of_ranks(grid, pools):
         assert all(math.isclose(found[name], value, rel_tol=1e-12) for name, value in expected.items())
 
 
-class Traffic(TorchDispatchMode):
-    """Lists the exchanges, by kind and number of elements that go in."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
-            self.calls.append((func.__name__.split(".")[0], args[0].numel()))
-        return func(*args, **(kwargs or {}))
-
-
 def traffic_of_a_gradient(grid):
+    """The exchanges of one micro-batch's gradient: kind and number of elements that go in, those of bytes in bytes."""
     setup, state = make(grid, model=tiny(hidden_size=24))
     batches = step.micro_batches(setup.data, 0, setup.run.data, *mesh.data_rank(grid))
-    with Traffic() as traffic:
-        step.gradient(setup, state.params, batches, {"labels": 63})
-    return traffic.calls, {path: leaf.numel() for path, leaf in flatten(state.params).items()}
+    calls, kinds = [], ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+    with ExitStack() as stack:
+        for kind in kinds:
+            real, sent = getattr(dist, kind), -1 if kind == "all_reduce" else 1
+
+            def counted(*args, real=real, kind=kind, sent=sent, **kwargs):
+                calls.append((kind, args[max(sent, 0)].numel()))
+                return real(*args, **kwargs)
+
+            stack.enter_context(patch.object(fetch.dist, kind, counted))
+        step.gradient(setup, state.params, batches[:1], {"labels": 63})
+    return calls, {path: leaf.numel() for path, leaf in flatten(state.params).items()}
 
 
-def test_a_gradient_is_scattered_before_its_rest_is_summed_over_the_copies(pools):
+def test_a_block_travels_in_one_exchange_and_its_gradient_is_scattered_before_the_copies_are_summed(pools):
     calls, sizes = pools(4)(traffic_of_a_gradient, MeshConfig(dp_replicate=2, dp_shard=2))[0]
-    scattered = [size for kind, size in calls if kind.startswith("reduce_scatter")]
-    summed = [size for kind, size in calls if kind.startswith("all_reduce")]
-    widest = max(sizes.values())
-    assert widest in scattered and widest // 2 in summed
-    assert widest not in summed
+    sent = {kind: [size for name, size in calls if name == kind] for kind, _ in calls}
+    fetched = 5  # embedding, two layers, norm, head; all but each layer's biases and norms of heads are cut
+    assert len(sent["all_gather_into_tensor"]) == len(sent["reduce_scatter_tensor"]) == fetched
+    scattered = sum(sent["reduce_scatter_tensor"])
+    assert scattered >= sum(size for path, size in sizes.items() if "bias" not in path)
+    whole = sum(size for path, size in sizes.items() if "bias" in path)
+    # Of what is scattered half is left to be summed over the copies; of biases all, over both axes; then the loss.
+    assert sum(sent["all_reduce"]) <= scattered // 2 + 2 * whole + 8
 
 
 def saved(grid, root, settings):
