@@ -2,7 +2,8 @@
 
 import math
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from itertools import cycle
 from unittest.mock import patch
 
@@ -10,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from pool import Pool
-from tiny import GLM5, distance, random_params, tiny
+from tiny import GLM5, distance, random_batch, random_params, tiny
 
 from configs import LAYOUTS
 from glm5fn import checkpoint, fetch, flatten, mesh, step
 from glm5fn.checkpoint import State
-from glm5fn.collectives import comm_for
+from glm5fn.collectives import chunk_order, comm_for
 from glm5fn.data import Data, Samples
+from glm5fn.kernels import TORCH
 from glm5fn.losses import counts, loss
 from glm5fn.model import model_specs
 from glm5fn.optim import grad_norm, init_moments
@@ -68,7 +71,13 @@ ALL = {
     "mtp": MTPConfig(coef=0.4),
 }
 MODELS = {"dense": {}, "all": ALL}
+DEEP = tiny(**GLM5 | {"n_routed_experts": 8, "num_hidden_layers": 12, "index_topk_freq": 4, "indexer_types": ()})
 CELLS = [*DENSE_CELLS, ("all", "replicate 2 x shard 2"), *(("all", name) for name in FURTHER)]
+
+
+@cache  # each has groups of its own, and these have threads
+def grid_of(grid):
+    return mesh.make_grid(grid, "cpu")
 
 
 def make(grid, micro=1, optimizer="sgd", rows=ROWS, model=None, dtype=F64, **settings):
@@ -83,7 +92,7 @@ def make(grid, micro=1, optimizer="sgd", rows=ROWS, model=None, dtype=F64, **set
         optim=OptimConfig(name=optimizer, lr=0.1 if optimizer == "sgd" else 1e-3, warmup_steps=0, clip=0.1),
         **settings,
     )
-    made = mesh.make_grid(grid, "cpu")
+    made = grid_of(grid)
     wide = F64 if config.deterministic else dtype
     compute = torch.bfloat16 if config.precision == "bf16" else dtype
     comm = comm_for(made, compute, wide)
@@ -117,6 +126,67 @@ def first_gradient(grid, micro, settings):
     count = {name: int(setup.comm.sum(sum(part[name] for part in own))) for name in own[0]}
     _, grads = step.gradient(setup, state.params, batches, count)
     return gathered(grads) | {"all of it": grad_norm(grads, setup.comm)}
+
+
+def packed(steps):
+    """Four rows of documents, the last of them padding in part, with a fifth of the labels masked."""
+    batch = random_batch(tiny(), 4, steps)
+    lengths = [(steps,), (7, 9, steps - 16), (1, 12, steps - 13), (11, 2)]
+    segments = torch.zeros(4, steps, dtype=torch.long)
+    for row, parts in zip(segments, lengths, strict=True):
+        at = 0
+        for number, length in enumerate(parts, 1):
+            row[at : at + length], at = number, at + length
+    return batch | {"segments": segments, "targets": batch["targets"].masked_fill(segments == 0, -100)}
+
+
+def packed_gradient(grid, steps):
+    """The sums of the loss's parts, every gradient, and the keys and experts that were chosen, of twelve layers."""
+    setup, state = make(grid, model=DEEP, **{name: ALL[name] for name in ("indexer", "router", "mtp")})
+    seen = {"keys": [], "experts": []}
+
+    def select(*args):
+        chosen = TORCH.select(*args)
+        seen["keys"].append(chosen)
+        return chosen
+
+    def experts(kernel, x, chosen, *rest):
+        seen["experts"].append(chosen)
+        return setup.comm.experts(kernel, x, chosen, *rest)
+
+    comm = replace(setup.comm, experts=experts)
+    setup = replace(setup, loss=partial(setup.loss, comm=comm, kernels=TORCH._replace(select=select)))
+    rank, ranks = mesh.data_rank(grid)
+    mine = {name: part.chunk(ranks)[rank] for name, part in packed(steps).items()}
+    count = {name: int(setup.comm.sum(part)) for name, part in counts(mine, DEEP, setup.comm).items()}
+    sums, grads = step.gradient(setup, state.params, [mine], count)
+    return {"sums": tree_map(lambda part: part.double(), sums), **gathered(grads)}, count, seen
+
+
+@pytest.mark.parametrize("steps", [24, 23])
+@pytest.mark.parametrize("grid", ["cp 2", "cp 2, contiguous", "cp 2 x ep 2", "cp 4", "shard 2 x cp 2 x ep 4", "ep 2"])
+def test_packed_rows_in_twelve_layers_have_the_loss_gradients_and_choices_of_one_process(grid, steps, pools):
+    expected, count, seen = packed_gradient(MeshConfig(), steps)
+    grid = GRIDS[grid]
+    results = pools(grid.world)(packed_gradient, grid, steps)
+    for found, counted, _ in results:
+        assert counted == count and distance(found, expected) < 1e-9
+    order, share = chunk_order(grid.cp, grid.cp_split == "balanced"), 4 * grid.cp // grid.world
+    parts, spans = len(order) * len(order[0]), len(order[0])
+    whole = torch.arange(steps + (-steps % parts if grid.cp > 1 else 0)).chunk(parts)
+    for rank, (_, _, own) in enumerate(results):
+        places = torch.cat([whole[number] for number in order[rank % grid.cp]])
+        first, kept = rank // grid.cp * share, places < steps
+
+        def of_rank(chosen, first=first, places=places, kept=kept):
+            return chosen.view(4, steps, -1)[first : first + share][:, places[kept]]
+
+        for ours, all_of in zip(own["experts"], seen["experts"], strict=True):
+            assert torch.equal(ours.view(share, len(places), -1)[:, kept], of_rank(all_of))
+        keys = [F.pad(chosen, (0, DEEP.index_topk - chosen.shape[-1]), value=-1) for chosen in own["keys"]]
+        for i, all_of in enumerate(seen["keys"]):
+            ours = torch.cat(keys[i * spans : (i + 1) * spans], 1)
+            assert torch.equal(ours[:, kept], of_rank(all_of))
 
 
 def three_steps(grid, *args, **settings):
@@ -226,7 +296,7 @@ def poisoned_step(grid, settings):
         return (value * math.nan if mesh.rank() == mesh.world() - 1 else value), metrics
 
     before = gathered(state.params)
-    state, record = step.step(step.replace(setup, loss=poison), state, stop=False)
+    state, record = step.step(replace(setup, loss=poison), state, stop=False)
     updates = {int(count) for count in flatten(state.moments["updates"]).values()}
     return record["skipped"], distance(gathered(state.params), before), updates, state.step
 
@@ -301,7 +371,7 @@ def saved(grid, root, settings):
 def restored(grid, path):
     setup, _ = make(grid, optimizer="adamw")
     config = setup.run
-    state = checkpoint.restore(path, config, mesh.make_grid(grid, "cpu"), "cpu")
+    state = checkpoint.restore(path, config, grid_of(grid), "cpu")
     return gathered({"params": state.params, "moments": state.moments}), state.step, state.samples
 
 
