@@ -91,7 +91,7 @@ def test_a_two_process_run_starts_its_processes_itself_and_equals_torchrun(tmp_p
 def test_torchrun_with_another_number_of_processes_is_refused_with_the_equation(tmp_path):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
     code, printed = finish(start("--config", "dense-dp2", *TINY, "--out", tmp_path / "out", launcher=torchrun))
-    assert code != 0 and "started 3 processes" in printed and "mesh.dp-shard (2) = 2" in printed, printed
+    assert code != 0 and "started 3 processes" in printed and "mesh.dp-shard (2) x mesh.cp (1) = 2" in printed, printed
     assert not (tmp_path / "out").exists() and not processes_of(tmp_path / "out")
 
 
