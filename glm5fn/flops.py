@@ -41,7 +41,7 @@ def sizes(cfg: ModelConfig) -> Iterator[tuple[str, Param, int, int]]:
     for path, row in rows(model_specs(cfg)):
         if row.part != "state":
             n = math.prod(shape(row, cfg.dims))
-            yield path, row, n, n // cfg.n_routed_experts * cfg.num_experts_per_tok if "expert" in row.names else n
+            yield path, row, n, n // cfg.n_routed_experts * cfg.num_experts_per_tok if row.of_experts else n
 
 
 def flops_per_token(cfg: ModelConfig, seq_len: int, terms: Terms) -> float:

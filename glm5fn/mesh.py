@@ -74,7 +74,7 @@ class Grid:
     balanced: bool
 
     def of(self, row: Param) -> DeviceMesh:
-        return self.expert if "expert" in row.names else self.dense
+        return self.expert if row.of_experts else self.dense
 
 
 def make_grid(cfg: MeshConfig, kind: str) -> Grid | None:

@@ -45,7 +45,7 @@ def memory(run: RunConfig) -> list[tuple[str, str]]:
     largest = (0, "", ())
     for path, row in rows(specs):
         size = shape(row, dims)
-        mesh = run.mesh.expert if "expert" in row.names else run.mesh.dense
+        mesh = run.mesh.expert if row.of_experts else run.mesh.dense
         part = math.prod(held_size(row, size, mesh, run.layout.store))
         held += part
         learned += part if path in learning else 0

@@ -45,6 +45,11 @@ class Param:
         return bool(self.fan_in) and not (self.exact or self.wide)
 
     @property
+    def of_experts(self) -> bool:
+        """Whether each expert has a part of it, so that it rests on the mesh that splits experts."""
+        return "expert" in self.names
+
+    @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.axes.replace("(", "").replace(")", "").split())
 

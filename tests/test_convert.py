@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_hf_experts import edit, randomized, same, stored_tensors
+from test_hf_files import SIZES
 from test_hf_glm5_config import GLM5, GLM45, WORDS
 from training import train
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -24,18 +25,7 @@ from glm5fn.files import INDEX, MODEL, TensorFiles
 from glm5fn.tree import flatten
 from glm5fn.writer import TensorWriter
 
-GLM4 = {
-    "model_type": "glm4",
-    "vocab_size": 96,
-    "hidden_size": 40,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 2,
-    "eos_token_id": [2, 3, 5],
-}
+GLM4 = {"model_type": "glm4", **SIZES}
 TWELVE = {"num_hidden_layers": 12, "n_routed_experts": 12, "index_topk_freq": 4, "index_skip_topk_offset": 3}
 RELEASED = {  # what transformers is asked to write: a config and a dtype
     "glm_moe_dsa": (GLM5 | {"indexer_types": WORDS}, "float32"),

@@ -163,6 +163,7 @@ def test_an_export_keeps_in_bf16_what_the_published_one_keeps(tmp_path, run):  #
     code, said = run("hf-to-native", tmp_path / "hf", tmp_path / "again")
     assert code == 0, said
     again = flatten(load(tmp_path / "again")[1])
+    # e4m3 has three bits of mantissa: half a step is 2**-4, twice that with the roundings to bf16 before and after.
     for path, leaf in flatten(params).items():
         assert torch.allclose(again[path].float(), leaf.float(), rtol=2**-3, atol=2e-3), path
     said = [run("inspect", tmp_path / "hf", "--verify")[1], said]
