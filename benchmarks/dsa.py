@@ -1,6 +1,7 @@
 """Time forward and backward of sparse attention models against transformers: `python benchmarks/dsa.py --seq 4096`.
 
-Both systems read the same weights and tokens, and take turns; see turns.py. With `--against none` ours runs alone.
+Both systems read the same weights and tokens, and take turns; see turns.py. With `--against none` ours runs alone, with
+`--against longer` against itself at four times the length.
 Prints a table and, last, one JSON line.
 """
 
@@ -39,7 +40,7 @@ class Options:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and computation
     device: str = "cpu"
     steps: int = 3  # counted ones
-    against: Literal["transformers", "none"] = "transformers"
+    against: Literal["transformers", "none", "longer"] = "transformers"  # longer: ourselves at 4 times the length
     weights: tyro.conf.Suppress[str] = ""  # where both systems read them
 
     @property
@@ -86,6 +87,10 @@ def ours(options: Options, system: System) -> Iterator[float]:
         yield run(params, batch)[0][0].item()
 
 
+def longer(options: Options, system: System) -> Iterator[float]:
+    yield from ours(replace(options, seq=4 * options.seq), system)
+
+
 def theirs(options: Options, system: System) -> Iterator[float]:
     from transformers import GlmMoeDsaForCausalLM
 
@@ -116,14 +121,17 @@ def main(options: Options) -> int:
     systems = [System(name="glm5fn", steps=ours, weights=dtype, compute=dtype)]
     if options.against == "transformers":
         systems.append(System(name="transformers", steps=theirs, weights=dtype, compute=dtype))
+    if options.against == "longer":
+        systems.append(System(name="4 times longer", steps=longer, weights=dtype, compute=dtype))
     with tempfile.TemporaryDirectory() as directory:
         save_hf(Path(directory) / "weights", init_params(cfg), cfg)
         results = take_turns(
             replace(options, weights=str(Path(directory) / "weights")), systems, options.steps, warm_up=1
         )
-    for figures in results.values():
-        figures["tokens_per_second"] = options.batch * options.seq / figures["step_s"]
-    found = ratios(results, ("step_s", "memory_mib")) if len(results) > 1 else {}
+    for name, figures in results.items():
+        times = 4 if name == "4 times longer" else 1
+        figures["tokens_per_second"] = options.batch * options.seq * times / figures["step_s"]
+    found = ratios(results, ("step_s", "memory_mib", "tokens_per_second")) if len(results) > 1 else {}
     print(json.dumps({**asdict(options), "threads": torch.get_num_threads(), **results, "ratio": found}))
     return 0
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from .comm import Comm, Span, Tree, local
 from .fetch import Started, finish, start
 from .mesh import Grid
+from .spec import cut
 
 
 def comm_for(grid: Grid | None, dtype: torch.dtype, grad_dtype: torch.dtype) -> Comm:
@@ -111,7 +112,7 @@ def exchange_experts(
     sent = slots.new_zeros(ranks * held).scatter_add(0, slots, torch.ones_like(slots))
     received = functional.all_to_all_single(sent, [held] * ranks, [held] * ranks, mesh)
     received = functional.wait_tensor(received)
-    give, take = torch.stack((sent, received)).view(2, ranks, held).sum(-1).tolist()
+    give, take = numbers(torch.stack((sent, received)).view(2, ranks, held).sum(-1), len(slots))
     rows = functional.all_to_all_single_autograd(x.index_select(0, source), take, give, mesh)
     experts = torch.arange(held, device=x.device).repeat(ranks).repeat_interleave(received, output_size=sum(take))
     ones = weights.new_ones(len(experts), 1)
@@ -120,3 +121,10 @@ def exchange_experts(
     shares = weights.flatten().index_select(0, order)[:, None]
     total = torch.zeros_like(x, dtype=shares.dtype).index_add(0, source, back * shares)
     return total.type_as(x)
+
+
+def numbers(counts: Int[Tensor, "2 r"], rows: int) -> list[list[int]]:
+    """How many rows go to each rank and come from it; on tensors without data, as many of all to each as can be."""
+    if counts.is_meta:
+        return [[cut(rows, counts.shape[1], rank)[1] for rank in range(counts.shape[1])]] * 2
+    return counts.tolist()

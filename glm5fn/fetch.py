@@ -44,14 +44,30 @@ class Part:
         step = [cut(n, mesh.size(0), 0)[1] if i == dim else n for i, n in enumerate(size)]
         return cls(tuple(size), dim, tuple(step), dtype)
 
-    def cuts(self, ranks: int) -> list[tuple[int, int]]:
-        """(start, size) of each rank's part of the dim that is cut."""
-        return [cut(self.size[self.dim], ranks, rank) for rank in range(ranks)]
-
     @property
     def room(self) -> int:
         """The bytes of a rank's part on the way."""
         return -(-math.prod(self.step) * self.dtype.itemsize // ALIGNED) * ALIGNED
+
+    def joined(self, pieces: Tensor) -> Tensor:
+        """The whole tensor of the ranks' parts; those of the last ranks may be filled up."""
+        whole = pieces.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+        return whole.narrow(self.dim, 0, self.size[self.dim]).contiguous()
+
+    def cut_up(self, whole: Tensor, ranks: int) -> Tensor:
+        """The ranks' parts of a whole tensor, the last filled up with zeros."""
+        missing = ranks * self.step[self.dim] - self.size[self.dim]
+        return padded(whole, self.dim, missing).unflatten(self.dim, (ranks, -1)).movedim(self.dim, 0)
+
+    def own(self, piece: Tensor, ranks: int, rank: int) -> Tensor:
+        """A rank's part without what it is filled up with."""
+        n = cut(self.size[self.dim], ranks, rank)[1]
+        return piece.view(self.step).narrow(self.dim, 0, n).contiguous()
+
+
+def padded(x: Tensor, dim: int, missing: int) -> Tensor:
+    """With so many zeros behind the end of a dim."""
+    return F.pad(x, (*[0, 0] * (x.dim() - 1 - dim), 0, missing)) if missing else x
 
 
 class Exchange:
@@ -59,21 +75,18 @@ class Exchange:
 
     def __init__(self, mesh: DeviceMesh, parts: Sequence[Part], held: Sequence[Tensor], grad_dtype: torch.dtype):
         self.mesh, self.parts, self.grad_dtype = mesh, parts, grad_dtype
-        self.ranks, self.rank = mesh.size(0), mesh.get_local_rank(0)
+        self.ranks, self.rank, self.device = mesh.size(0), mesh.get_local_rank(0), held[0].device
         self.sent = [i for i, part in enumerate(parts) if part.dim >= 0]
         self.work: Any = None
         if self.sent:
-            bytes_of = [self.padded(parts[i], held[i]) for i in self.sent]
-            own = torch.cat(bytes_of)
+            own = torch.cat([self.raw(parts[i], held[i]) for i in self.sent])
             self.gathered = own.new_empty(self.ranks * len(own))
             self.work = dist.all_gather_into_tensor(self.gathered, own, mesh.get_group(0), async_op=True)
 
-    def padded(self, part: Part, held: Tensor) -> Tensor:
+    def raw(self, part: Part, held: Tensor) -> Tensor:
         """A rank's part as bytes, as many as that of any other rank."""
         missing = part.step[part.dim] - held.shape[part.dim]
-        full = held.detach().to(part.dtype)
-        if missing:
-            full = F.pad(full, (*[0, 0] * (full.dim() - 1 - part.dim), 0, missing))
+        full = padded(held.detach().to(part.dtype), part.dim, missing)
         raw = full.contiguous().view(-1).view(torch.uint8)
         return F.pad(raw, (0, part.room - len(raw)))
 
@@ -84,36 +97,32 @@ class Exchange:
             return tuple(found)
         self.work.wait()
         at, rows = 0, self.gathered.view(self.ranks, -1)
+        del self.work, self.gathered  # of this only the way back is kept, from the forward pass to the backward one
         for i in self.sent:
             part = self.parts[i]
             count = math.prod(part.step)
             pieces = rows[:, at : at + count * part.dtype.itemsize].view(part.dtype).view(self.ranks, *part.step)
-            cuts = part.cuts(self.ranks)
-            found[i] = torch.cat([pieces[r].narrow(part.dim, 0, n) for r, (_, n) in enumerate(cuts)], part.dim)
+            found[i] = part.joined(pieces)
             at += part.room
         return tuple(found)
 
     def back(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """The gradients of what this rank holds, summed over all ranks: scattered first, and the rest over copies."""
         wide = [
-            torch.zeros(part.size, dtype=self.grad_dtype, device=self.mesh.device_type) if grad is None else grad
+            torch.zeros(part.size, dtype=self.grad_dtype, device=self.device) if grad is None else grad
             for grad, part in zip(grads, self.parts, strict=True)
         ]
         found: dict[int, Tensor] = {}
         if self.sent:
             sizes = [math.prod(self.parts[i].step) for i in self.sent]
-            rows = wide[0].new_zeros(self.ranks, sum(sizes), dtype=self.grad_dtype)
+            rows = wide[0].new_empty(self.ranks, sum(sizes), dtype=self.grad_dtype)
             for i, target in zip(self.sent, rows.split(sizes, 1), strict=True):
-                part, target = self.parts[i], target.view(self.ranks, *self.parts[i].step)
-                for r, (start, n) in enumerate(part.cuts(self.ranks)):
-                    target[r].narrow(part.dim, 0, n).copy_(wide[i].narrow(part.dim, start, n))
+                target.view(self.ranks, *self.parts[i].step).copy_(self.parts[i].cut_up(wide[i], self.ranks))
             own = rows.new_empty(rows.shape[1])
             dist.reduce_scatter_tensor(own, rows.view(-1), group=self.mesh.get_group(0))
             self.sum_copies(own)
             for i, piece in zip(self.sent, own.split(sizes), strict=True):
-                part = self.parts[i]
-                n = part.cuts(self.ranks)[self.rank][1]
-                found[i] = piece.view(part.step).narrow(part.dim, 0, n).contiguous()
+                found[i] = self.parts[i].own(piece, self.ranks, self.rank)
         if whole := [i for i in range(len(wide)) if i not in found]:
             flat = torch.cat([wide[i].to(self.grad_dtype).flatten() for i in whole])
             if self.ranks > 1:

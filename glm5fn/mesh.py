@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -83,6 +84,8 @@ def make_grid(cfg: MeshConfig, kind: str) -> Grid | None:
         return None
     # DTensor advises to flatten axes that are reduced one after the other; its flattened meshes gather wrongly.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # The newest torch calls two exchanges by other names, which the oldest that serves does not know.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     ranks = torch.arange(cfg.world)
     dense = rearrange(ranks, "(replicate fsdp) -> fsdp replicate", **cfg.dense)
     expert = rearrange(ranks, "(replicate rest ep) -> rest ep replicate", **cfg.expert)

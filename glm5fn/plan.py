@@ -1,21 +1,22 @@
-"""What a run will need, from sizes alone: parameters, FLOPs, and the memory of the rank that holds the most."""
+"""What a run will need, from sizes alone: parameters, FLOPs, and what a rank holds and exchanges."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from .device import widest
 from .flops import flops_per_token, parameters
 from .model import model_specs
+from .rehearsal import rehearse
 from .settings import MOMENTS, RunConfig
-from .spec import Param, cut, rows, shape, split_dims, trained
+from .spec import cut, rows, shape, split_dims, trained
 
 FP32 = torch.float32.itemsize  # parameters at rest, moments, and gradients unless the run is deterministic
 
 
 def plan(run: RunConfig) -> str:
-    """The text of `--plan`. Nothing is allocated; activations, which depend on kernels and recompute, are left out."""
+    """The text of `--plan`, of the rank that holds the most; nothing is allocated."""
     cfg, counted = run.model, parameters(run.model)
     flops = flops_per_token(cfg, run.data.seq_len, run.terms)
     table = [
@@ -30,49 +31,76 @@ def plan(run: RunConfig) -> str:
     table += [
         ("FLOPs of a token", f"{human(flops, 'FLOP', 1000)}, forward and backward in {run.data.seq_len:,} tokens"),
         ("FLOPs of a step", f"{human(flops * tokens, 'FLOP', 1000)}, {tokens:,} tokens"),
-        *memory(run),
+        *layout(run),
+        *use(run),
     ]
     width = max(len(name) for name, _ in table)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in table)
 
 
-def memory(run: RunConfig) -> list[tuple[str, str]]:
-    """What the parameters take on the first rank: of an uneven cut it holds the larger part, so no rank holds more."""
-    dims = run.model.dims
-    specs = model_specs(run.model)
-    learning = set(trained(specs, run.indexer.stage, run.mtp_depths))
-    held = learned = 0
-    largest = (0, "", ())
-    for path, row in rows(specs):
-        size = shape(row, dims)
-        mesh = run.mesh.expert if row.of_experts else run.mesh.dense
-        part = math.prod(held_size(row, size, mesh, run.layout.store))
-        held += part
-        learned += part if path in learning else 0
-        largest = max(largest, (math.prod(size), path, size))
-    accumulated = widest(run.device).itemsize if run.deterministic else FP32
-    parts = {
-        "parameters": held * FP32,
-        "gradients": learned * accumulated,
-        "moments": learned * FP32 * len(MOMENTS[run.optim.name]),
-    }
-    parts["together"] = sum(parts.values())
+def layout(run: RunConfig) -> list[tuple[str, str]]:
+    """The ranks, the largest tensor, and what they cannot be given in equal parts."""
     grid = {"dp-replicate": run.mesh.dp_replicate, "dp-shard": run.mesh.dp_shard, "cp": run.mesh.cp}
     ranks = " x ".join(f"{axis} {n}" for axis, n in grid.items()) + f", ep {run.mesh.ep} of them"
+    largest, uneven = (0, "", ()), []
+    for path, size, cuts in parts(run):
+        largest = max(largest, (math.prod(size), path, size))
+        uneven += [f"{path} {size[dim]} over {n}" for dim, n in cuts.items() if size[dim] % n]
     count, path, size = largest
+    pieces = 2 * run.mesh.cp if run.mesh.cp_split == "balanced" and run.mesh.cp > 1 else run.mesh.cp
+    if missing := -run.data.seq_len % pieces:
+        uneven.insert(0, f"rows of {run.data.seq_len:,} tokens over {pieces} parts: {missing} of padding")
+    more = f", and {len(uneven) - 3} more" if len(uneven) > 3 else ""
     return [
-        ("ranks", f"{run.mesh.world} ({ranks})"),
-        *((f"{name} on a rank", human(n, "B", 1024)) for name, n in parts.items()),
+        ("ranks", f"{run.mesh.world:,} ({ranks})"),
         ("largest tensor", f"{path} {size}, whole {human(count * FP32, 'B', 1024)}"),
+        ("uneven parts", "; ".join(uneven[:3]) + more if uneven else "none"),
     ]
 
 
-def held_size(
-    row: Param, size: tuple[int, ...], mesh: Mapping[str, int], store: Mapping[str, tuple[str, ...]]
-) -> tuple[int, ...]:
-    """The size of the first rank's part of a tensor."""
-    split = {dim: mesh[axis] for axis, dim in split_dims(row, tuple(mesh), store).items()}
-    return tuple(cut(n, split.get(dim, 1), 0)[1] for dim, n in enumerate(size))
+def use(run: RunConfig) -> list[tuple[str, str]]:
+    """What the first rank holds and exchanges."""
+    memory, rehearsal = at_rest(run), rehearse(run)
+    rounded = memory["gradients"] // 2 if run.deterministic else 0  # which the update has in fp32 too
+    state = memory["parameters"] + memory["moments"]
+    together = state + max(rehearsal.peak, memory["gradients"] + rounded)
+    memory["activations"] = rehearsal.peak - rehearsal.gradients
+    beside = {"activations": f", when {human(rehearsal.gradients, 'B', 1024)} of gradients are there"}
+    exchanged = [f"{kind} {human(n, 'B', 1024)}" for kind, n in sorted(rehearsal.exchanged.items())]
+    return [
+        *((f"{name} on a rank", human(n, "B", 1024) + beside.get(name, "")) for name, n in memory.items()),
+        ("  for logits", f"{human(rehearsal.head, 'B', 1024)}, a chunk of them and the gradient of the head"),
+        ("together on a rank", f"{human(together, 'B', 1024)}, {'' if together <= 80e9 else 'not '}within 80 GB"),
+        ("exchanged in a step", f"{', '.join(exchanged) or 'nothing'}, by a rank"),
+    ]
+
+
+def at_rest(run: RunConfig) -> dict[str, int]:
+    """The bytes of parameters, moments and gradients on the first rank.
+
+    Of an uneven cut it has the larger part, so no rank holds more.
+    """
+    learning = set(trained(model_specs(run.model), run.indexer.stage, run.mtp_depths))
+    sizes = [(path, part_size(size, cuts)) for path, size, cuts in parts(run)]
+    learned = sum(n for path, n in sizes if path in learning)
+    return {
+        "parameters": sum(n for _, n in sizes) * FP32,
+        "moments": learned * FP32 * len(MOMENTS[run.optim.name]),
+        "gradients": learned * (widest(run.device).itemsize if run.deterministic else FP32),
+    }
+
+
+def parts(run: RunConfig) -> Iterator[tuple[str, tuple[int, ...], dict[int, int]]]:
+    """Each tensor: its path and size, and over how many ranks each of its dims is cut."""
+    for path, row in rows(model_specs(run.model)):
+        mesh = run.mesh.expert if row.of_experts else run.mesh.dense
+        cuts = {dim: mesh[axis] for axis, dim in split_dims(row, tuple(mesh), run.layout.store).items()}
+        yield path, shape(row, run.model.dims), cuts
+
+
+def part_size(size: tuple[int, ...], cuts: Mapping[int, int]) -> int:
+    """How many elements the first rank holds."""
+    return math.prod(cut(n, cuts.get(dim, 1), 0)[1] for dim, n in enumerate(size))
 
 
 def both(with_embedding: int, without: int) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import checkpoint, limits, mesh, model, settings
 from .checkpoint import State
 from .collectives import comm_for
-from .data import open_data
+from .data import Data, open_data
 from .device import choose, peak_flops, synchronize, widest
 from .flops import flops_per_token
 from .hf import open_model
@@ -48,9 +48,8 @@ def train(
     device = choose(run.device)
     if run.deterministic and device == "cpu":
         torch.set_num_threads(1)  # how torch cuts a sum depends on it, and so do the bits
-    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
     grid = mesh.make_grid(run.mesh, device)
-    setup = make_setup(run, device, dtype, grid)
+    setup = make_setup(run, device, grid, together(lambda: open_data(run.data, run.model, run.seed)))
     with ExitStack() as stack:
         together(lambda: stack.enter_context(occupy(out)) if mesh.rank() == 0 else None)
         path, notices = together(lambda: find(out / "checkpoints", resume))
@@ -66,7 +65,7 @@ def train(
             together(lambda: prepare(out, text))
             recorder = together(lambda: Recorder(out, state.step, run.steps, run.tensorboard, mesh.rank() == 0))
             with recorder, Interrupt() as interrupt:
-                peak = peak_flops(device, dtype)
+                peak = peak_flops(device, compute_dtype(run))
                 state, ended = follow(setup, state, out / "checkpoints", text, recorder, interrupt, peak)
         if ended and export is not None:
             together(lambda: export_to(export, state, run, init))
@@ -80,14 +79,19 @@ def say(text: str) -> None:
         tell(text)
 
 
-def make_setup(run: RunConfig, device: str, dtype: torch.dtype, grid: Grid | None) -> Setup:
+def compute_dtype(run: RunConfig) -> torch.dtype:
+    return torch.bfloat16 if run.precision == "bf16" else torch.float32
+
+
+def make_setup(run: RunConfig, device: str, grid: Grid | None, data: Data) -> Setup:
     if run.compile:  # each kind of layer is a graph, and another in evaluation
         torch._dynamo.config.recompile_limit = 64
+    dtype = compute_dtype(run)
     comm = comm_for(grid, dtype, widest(device) if run.deterministic else torch.float32)
     return Setup(
         run=run,
         device=device,
-        data=together(lambda: open_data(run.data, run.model, run.seed)),
+        data=data,
         comm=comm,
         specs=(specs := model.model_specs(run.model)),
         trained=tuple(trained(specs, run.indexer.stage, run.mtp_depths)),

@@ -45,12 +45,11 @@ def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]]
     run, comm = setup.run, setup.comm
     micro = micro_batches(setup.data, state.samples, run.data, *mesh.data_rank(run.mesh))
     batches = [{name: part.to(setup.device) for name, part in batch.items()} for batch in micro]
-    own = [counts(batch, run.model, comm) for batch in batches]
-    totals = torch.stack([torch.stack([*part.values()]) for part in own]).sum(0)
-    *numbers, asked = comm.sum(torch.cat((totals, totals.new_tensor([stop])))).tolist()
+    names, totals = tally(setup, batches, stop)
+    *numbers, asked = totals.tolist()
     if asked:
         return None
-    count = dict(zip(own[0], numbers, strict=True))
+    count = dict(zip(names, numbers, strict=True))
     sums, grads = gradient(setup, state.params, batches, count)
     norm = float(grad_norm(grads, comm).float())
     lr = learning_rate(run.optim, state.step)
@@ -75,6 +74,13 @@ def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]]
         "tokens": state.tokens,
         "skipped": state.skipped,
     }
+
+
+def tally(setup: Setup, batches: Iterable[Batch], stop: bool) -> tuple[list[str], Tensor]:
+    """By what the parts of the loss are divided, over all ranks, and behind it how many ranks were asked to stop."""
+    own = [counts(batch, setup.run.model, setup.comm) for batch in batches]
+    totals = torch.stack([torch.stack([*part.values()]) for part in own]).sum(0)
+    return [*own[0]], setup.comm.sum(torch.cat((totals, totals.new_tensor([stop]))))
 
 
 def gradient(

@@ -11,11 +11,11 @@ ORDER = [
     *("typed", "architecture", "tree", "legacy", "config", "ops", "comm", "spec", "settings", "limits"),
     *("device", "kernels", "mesh", "fetch", "collectives", "directory", "files", "writer", "fp8"),
     *("gqa", "mla", "dsa", "ffn", "moe", "batch", "block", "model", "mtp", "losses", "shell"),
-    *("stored", "hf", "save", "flops", "plan", "describe"),
+    *("stored", "hf", "save", "flops", "describe"),
     *("text", "data", "grad", "optim", "checkpoint", "record", "launch", "compare"),
-    *("step", "run", "command", "__init__", "__main__", "configs", "train", "convert"),
+    *("step", "run", "rehearsal", "plan", "command", "__init__", "__main__", "configs", "train", "convert"),
 ]
-DISTRIBUTED = {"mesh", "fetch", "collectives", "launch"}
+DISTRIBUTED = {"mesh", "fetch", "collectives", "launch", "rehearsal"}
 MODULES = [*sorted((ROOT / "glm5fn").rglob("*.py")), *(ROOT / f"{name}.py" for name in ("configs", "train", "convert"))]
 EACH_MODULE = pytest.mark.parametrize("path", MODULES, ids=[str(path.relative_to(ROOT)) for path in MODULES])
 

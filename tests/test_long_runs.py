@@ -1,4 +1,4 @@
-"""Hundred steps of dense-tiny on one, two and four processes, as a user runs them."""
+"""Hundred steps on one, two and four processes, as a user runs them."""
 
 import pytest
 import torch
@@ -7,10 +7,8 @@ from test_processes import finish, start, weights
 from glm5fn.record import read_metrics
 
 pytestmark = pytest.mark.slow
-SETTINGS = [
-    *("--config", "dense-tiny", "--steps", "100", "--optim.lr", "3e-4", "--optim.clip", "0.5"),
-    *("--data.seq-len", "128", "--data.global-batch", "4", "--data.micro-batch", "1"),
-]
+SIZES = ["--steps", "100", "--data.seq-len", "128", "--data.global-batch", "4", "--data.micro-batch", "1"]
+SETTINGS = ["--config", "dense-tiny", *SIZES, "--optim.lr", "3e-4", "--optim.clip", "0.5"]
 LAYOUTS = {
     "one": [],
     "dp2": ["--mesh.dp-shard", "2"],
@@ -19,7 +17,7 @@ LAYOUTS = {
 
 
 def run(out, *settings):
-    code, printed = finish(start(*SETTINGS, *settings, "--out", out), 900)
+    code, printed = finish(start(*settings, "--out", out), 900)
     assert code == 0, printed
     return read_metrics(out)
 
@@ -30,7 +28,7 @@ def gaps(records, others):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_deterministic_layouts_have_the_bits_of_one_process(precision, tmp_path):
-    settings = ["--deterministic", "--precision", precision]
+    settings = [*SETTINGS, "--deterministic", "--precision", precision]
     records = {name: run(tmp_path / name, *settings, *layout) for name, layout in LAYOUTS.items()}
     assert max(record["grad_norm"] for record in records["one"][50:]) > 0.5  # clipping is active to the end
     for name in ("dp2", "dp4"):
@@ -42,7 +40,7 @@ def test_deterministic_layouts_have_the_bits_of_one_process(precision, tmp_path)
 
 @pytest.mark.parametrize(("precision", "average"), [("fp32", 1e-6), ("bf16", 1e-3)])
 def test_by_default_layouts_differ_by_rounding_alone(precision, average, tmp_path):
-    records = {name: run(tmp_path / name, "--precision", precision, *LAYOUTS[name]) for name in LAYOUTS}
+    records = {name: run(tmp_path / name, *SETTINGS, "--precision", precision, *LAYOUTS[name]) for name in LAYOUTS}
     for name in ("dp2", "dp4"):
         found = gaps(records["one"], records[name])
         mean, first = sum(found) / 100, max(found[:10])
@@ -53,3 +51,50 @@ def test_by_default_layouts_differ_by_rounding_alone(precision, average, tmp_pat
         print(f"{precision} {name}: average {mean:.3g}, first ten {first:.3g}, norms {max(norms):.3g}")
         assert mean <= average and first <= 1e-6
         assert precision == "bf16" or max(norms) <= 1e-4
+
+
+# Runs on grids against one process, in fp32: how far the first ten losses may be apart, and all on average.
+EXACT, SPARSE = (2e-6, 1e-6), (2e-6, 2e-3)  # selections of keys flip where rounding moves a score across the cut
+GRIDS = {
+    "moe-tiny": {"ep2": ["--mesh.dp-shard", "2", "--mesh.ep", "2"]},
+    "dsa-tiny": {"dp2": ["--mesh.dp-shard", "2"], "cp2": ["--mesh.cp", "2"]},
+    "glm5-tiny": {
+        "dp2-ep2": ["--mesh.dp-shard", "2", "--mesh.ep", "2"],
+        "cp2-ep2": ["--mesh.cp", "2", "--mesh.ep", "2"],
+        "hsdp-ep2": ["--mesh.dp-replicate", "2", "--mesh.dp-shard", "2", "--mesh.ep", "2"],
+        "dp2-cp2": ["--mesh.dp-shard", "2", "--mesh.cp", "2"],
+    },
+}
+DENSE_ATTENTION = ["--model.index-topk", "128"]  # as many as there are: every query attends to all its keys
+
+
+def differences(tmp_path, model, *settings):
+    """The gaps between the losses of one process and those of each grid."""
+    settings = ["--config", model, *SIZES, *settings]
+    one = run(tmp_path / "one", *settings)
+    for name, grid in GRIDS[model].items():
+        found = gaps(one, run(tmp_path / name, *settings, *grid))
+        print(
+            f"{model} {' '.join(settings[-2:])} {name}: average {sum(found) / 100:.3g}, first ten {max(found[:10]):.3g}"
+        )
+        yield max(found[:10]), sum(found) / 100
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "average"), [("moe-tiny", *EXACT), ("dsa-tiny", *SPARSE), ("glm5-tiny", *SPARSE)]
+)
+def test_every_grid_trains_as_one_process(model, first, average, tmp_path):
+    for ours, mean in differences(tmp_path, model):
+        assert ours <= first and mean <= average
+
+
+@pytest.mark.parametrize("model", ["dsa-tiny", "glm5-tiny"])
+def test_every_grid_trains_as_one_process_where_no_key_is_left_out(model, tmp_path):
+    for ours, mean in differences(tmp_path, model, *DENSE_ATTENTION):
+        assert ours <= 2e-6 and mean <= 1e-5
+
+
+@pytest.mark.parametrize("model", GRIDS)
+def test_every_grid_trains_as_one_process_in_half_precision(model, tmp_path):
+    for _, mean in differences(tmp_path, model, "--precision", "bf16"):
+        assert mean <= 5e-3

@@ -234,8 +234,19 @@ def test_gradients_accumulate_in_place_to_those_of_the_whole_batch():
     assert not any(leaf.requires_grad or leaf.grad is not None for leaf in flatten(params).values())
 
 
-@EACH_FAMILY
-def test_the_compiled_block_is_one_graph_and_equals_eager(changes):
+# Every kind of layer is in these; compiling takes long.
+EACH_KIND = pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(changes, marks=() if name in ("glm4", "glm4_moe, experts", "glm5") else pytest.mark.slow)
+        for name, changes in FAMILIES.items()
+    ],
+    ids=FAMILIES,
+)
+
+
+@EACH_KIND
+def test_the_compiled_block_is_one_graph_for_each_kind_of_layer_and_equals_eager(changes):
     torch._dynamo.reset()
     cfg = tiny(**changes)
     params, batch = random_params(cfg), random_batch(cfg)
@@ -251,7 +262,14 @@ def test_the_compiled_block_is_one_graph_and_equals_eager(changes):
         # Layers that select are another graph when they run again with the keys that they have.
         again = sum(indexer == ("full",) for _, indexer in kinds) if recompute else 0
         assert graphs.frame_count == len(kinds) + again
+
+
+@pytest.mark.slow
+@EACH_FAMILY
+def test_the_compiled_block_equals_eager_with_every_term(changes):
     torch._dynamo.reset()
+    cfg = tiny(**changes)
+    params, batch = random_params(cfg), random_batch(cfg)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     assert distance(grads_of(params, batch, cfg, block=compiled), grads_of(params, batch, cfg)) < 1e-5
     if cfg.index_topk:  # a layer whose indexer others teach, too, hands on more, and runs again on it

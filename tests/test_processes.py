@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -88,6 +89,7 @@ def test_a_two_process_run_starts_its_processes_itself_and_equals_torchrun(tmp_p
     assert not processes_of(tmp_path / "own") and not processes_of(tmp_path / "torchrun")
 
 
+@pytest.mark.slow
 def test_torchrun_with_another_number_of_processes_is_refused_with_the_equation(tmp_path):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
     code, printed = finish(start("--config", "dense-dp2", *TINY, "--out", tmp_path / "out", launcher=torchrun))
@@ -110,7 +112,7 @@ def test_ctrl_c_saves_on_all_ranks_and_leaves_no_process(tmp_path):
     assert not processes_of(out)
 
 
-@pytest.mark.parametrize("when", ["they are just born", "they train"])
+@pytest.mark.parametrize("when", [pytest.param("they are just born", marks=pytest.mark.slow), "they train"])
 def test_workers_end_when_their_launcher_is_killed(tmp_path, when):
     out = tmp_path / "out"
     run = start("--config", "dense-dp2", *TINY, *FOREVER, "--out", out)
@@ -128,6 +130,73 @@ def test_a_killed_worker_ends_the_run_with_an_error(tmp_path):
     code, printed = finish(run)
     assert code == 1, printed
     assert not processes_of(out)
+
+
+@pytest.mark.slow
+def test_two_agents_of_torchrun_make_one_run(tmp_path):
+    """As on two machines: each agent starts its own processes, and they meet at one endpoint."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = ["--config", "moe-ep2", *TINY, "--model.moe-intermediate-size", "16", "--steps", "3"]
+    together = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+    ]
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *together,
+        "--rdzv-id",
+        "run",
+        "--local-addr",
+        "127.0.0.1",
+    )
+    agents = [start(*settings, "--out", tmp_path / "out", launcher=torchrun) for _ in range(2)]
+    for code, printed in [finish(agent) for agent in agents]:
+        assert code == 0, printed
+    assert [record["step"] for record in read_metrics(tmp_path / "out")] == [1, 2, 3]
+    assert not processes_of(tmp_path / "out")
+
+
+GRIDS = {
+    "moe-ep2": [],
+    "dsa-cp2": [],
+    "glm5-dp2-ep2": [],
+    "glm5-cp2-ep2": [],
+    "moe-tiny": ["--mesh.dp-replicate", "2", "--mesh.dp-shard", "2", "--mesh.ep", "2"],
+    "glm5-tiny": ["--mesh.dp-shard", "2", "--mesh.cp", "2", "--mesh.ep", "4"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_run_killed_on_any_grid_goes_on_with_the_bits_of_one_that_was_not(name, tmp_path):
+    sizes = ["--data.seq-len", "64", "--data.global-batch", "4", "--data.micro-batch", "1", "--data.held-out", "0"]
+    settings = ["--config", name, *GRIDS[name], *sizes, "--steps", "20", "--checkpoint.every", "4"]
+    code, printed = finish(start(*settings, "--out", tmp_path / "straight"), 300)
+    assert code == 0, printed
+    out = tmp_path / "killed"
+    run = start(*settings, "--out", out)
+    wait_for(lambda: steps_done(out) >= 10)
+    os.kill(max(processes_of(out)), signal.SIGKILL)
+    assert finish(run)[0] == 1 and not processes_of(out)
+    code, printed = finish(start(*settings, "--out", out, "--resume", "auto"), 300)
+    assert code == 0 and "resuming" in printed, printed
+    one, other = weights(tmp_path / "straight", 20), weights(out, 20)
+    assert all(torch.equal(leaf, other[key]) for key, leaf in one.items())
+    names = ("step", "loss", "grad_norm", "lr", "tokens")
+    records = [
+        [[record[key] for key in names] for record in read_metrics(path)] for path in (tmp_path / "straight", out)
+    ]
+    assert records[0] == records[1]
 
 
 @pytest.mark.slow

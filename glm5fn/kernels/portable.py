@@ -134,11 +134,19 @@ def attention(
     q, k, v = (part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1])) for part in (q, k, v))
     queries, keys = q.shape[2], k.shape[2]
     if segments is None and queries == keys:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        allowed = None
     else:
         allowed = reference.allowed_keys(segments, queries, keys, q.device)[:, None]
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)
-    return y[..., :wanted]
+    return fused(q, k, v, allowed, scale)[..., :wanted]
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float | None) -> Tensor:
+    """torch's fused attention, causal if no keys are given as allowed."""
+    if q.is_meta:  # where torch would take its slow one
+        settings = {"attn_mask": allowed, "scale": scale}
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, allowed is None, **settings)[0]
+    settings = {"attn_mask": allowed, "is_causal": allowed is None, "scale": scale}
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **settings)
 
 
 class TokenLoss(torch.autograd.Function):
