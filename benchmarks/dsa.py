@@ -24,6 +24,8 @@ from glm5fn.kernels import kernels_for
 from glm5fn.kernels.reference import IGNORE
 from glm5fn.typed import ConfigError
 
+TIMES = 4  # as long is the sequence of `--against longer`
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -40,7 +42,7 @@ class Options:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and computation
     device: str = "cpu"
     steps: int = 3  # counted ones
-    against: Literal["transformers", "none", "longer"] = "transformers"  # longer: ourselves at 4 times the length
+    against: Literal["transformers", "none", "longer"] = "transformers"  # longer: ourselves at TIMES the length
     weights: tyro.conf.Suppress[str] = ""  # where both systems read them
 
     @property
@@ -88,7 +90,7 @@ def ours(options: Options, system: System) -> Iterator[float]:
 
 
 def longer(options: Options, system: System) -> Iterator[float]:
-    yield from ours(replace(options, seq=4 * options.seq), system)
+    yield from ours(replace(options, seq=TIMES * options.seq), system)
 
 
 def theirs(options: Options, system: System) -> Iterator[float]:
@@ -122,15 +124,15 @@ def main(options: Options) -> int:
     if options.against == "transformers":
         systems.append(System(name="transformers", steps=theirs, weights=dtype, compute=dtype))
     if options.against == "longer":
-        systems.append(System(name="4 times longer", steps=longer, weights=dtype, compute=dtype))
+        systems.append(System(name=f"{TIMES} times longer", steps=longer, weights=dtype, compute=dtype))
     with tempfile.TemporaryDirectory() as directory:
         save_hf(Path(directory) / "weights", init_params(cfg), cfg)
         results = take_turns(
             replace(options, weights=str(Path(directory) / "weights")), systems, options.steps, warm_up=1
         )
-    for name, figures in results.items():
-        times = 4 if name == "4 times longer" else 1
-        figures["tokens_per_second"] = options.batch * options.seq * times / figures["step_s"]
+    for system in systems:
+        tokens_of_step = options.batch * options.seq * (TIMES if system.steps is longer else 1)
+        results[system.name]["tokens_per_second"] = tokens_of_step / results[system.name]["step_s"]
     found = ratios(results, ("step_s", "memory_mib", "tokens_per_second")) if len(results) > 1 else {}
     print(json.dumps({**asdict(options), "threads": torch.get_num_threads(), **results, "ratio": found}))
     return 0

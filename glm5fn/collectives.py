@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from .comm import Comm, Span, Tree, local
 from .fetch import Started, finish, start
 from .mesh import Grid
-from .spec import cut
 
 
 def comm_for(grid: Grid | None, dtype: torch.dtype, grad_dtype: torch.dtype) -> Comm:
@@ -39,7 +38,7 @@ def comm_for(grid: Grid | None, dtype: torch.dtype, grad_dtype: torch.dtype) -> 
         fetch=fetch,
         sum=total,
         split=ranks,
-        parts=len(order) * len(order[0]) if ranks > 1 else 1,
+        parts=len(order) * len(order[0]),
         mine=lambda values: own_part(values, order, grid.rows),
         gather=lambda *parts: gather_tokens(parts, order, grid.rows),
         spans=lambda steps: spans_of(steps, order, grid.rows),
@@ -101,8 +100,12 @@ def exchange_experts(
     down: Float[Tensor, "e d f"],
     *,
     mesh: DeviceMesh,
+    shares_of: Callable[[Tensor, int], Sequence[list[int]]] = lambda counts, rows: counts.tolist(),
 ) -> Float[Tensor, "n d"]:
-    """Send each token to the ranks of its experts, and add up what comes back, weighed, at home."""
+    """Send each token to the ranks of its experts, and add up what comes back, weighed, at home.
+
+    shares_of: (how many rows go to each rank and how many come from it [2, r], how many go in all) -> two lists.
+    """
     ranks, held = mesh.size(), len(gate_up)
     if ranks == 1:
         return kernel(x, chosen, weights, gate_up, down)
@@ -112,7 +115,7 @@ def exchange_experts(
     sent = slots.new_zeros(ranks * held).scatter_add(0, slots, torch.ones_like(slots))
     received = functional.all_to_all_single(sent, [held] * ranks, [held] * ranks, mesh)
     received = functional.wait_tensor(received)
-    give, take = numbers(torch.stack((sent, received)).view(2, ranks, held).sum(-1), len(slots))
+    give, take = shares_of(torch.stack((sent, received)).view(2, ranks, held).sum(-1), len(slots))
     rows = functional.all_to_all_single_autograd(x.index_select(0, source), take, give, mesh)
     experts = torch.arange(held, device=x.device).repeat(ranks).repeat_interleave(received, output_size=sum(take))
     ones = weights.new_ones(len(experts), 1)
@@ -121,10 +124,3 @@ def exchange_experts(
     shares = weights.flatten().index_select(0, order)[:, None]
     total = torch.zeros_like(x, dtype=shares.dtype).index_add(0, source, back * shares)
     return total.type_as(x)
-
-
-def numbers(counts: Int[Tensor, "2 r"], rows: int) -> list[list[int]]:
-    """How many rows go to each rank and come from it; on tensors without data, as many of all to each as can be."""
-    if counts.is_meta:
-        return [[cut(rows, counts.shape[1], rank)[1] for rank in range(counts.shape[1])]] * 2
-    return counts.tolist()

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from .collectives import chunk_order
 from .device import widest
 from .flops import flops_per_token, parameters
 from .model import model_specs
@@ -17,25 +18,23 @@ FP32 = torch.float32.itemsize  # parameters at rest, moments, and gradients unle
 
 def plan(run: RunConfig) -> str:
     """The text of `--plan`, of the rank that holds the most; nothing is allocated."""
-    cfg, counted = run.model, parameters(run.model)
-    flops = flops_per_token(cfg, run.data.seq_len, run.terms)
-    table = [
-        ("run", run.name),
-        ("parameters", both(counted.total, counted.total - counted.embedding)),
-        ("active for a token", both(counted.active, counted.active - counted.embedding)),
-    ]
-    if counted.mtp:
-        more = f"{counted.mtp:,}, active {counted.mtp_active:,}; depths {cfg.mtp_depths}"
-        table.append(("multi-token prediction", f"{more}; not counted above"))
-    tokens = run.data.global_batch * run.data.seq_len
-    table += [
-        ("FLOPs of a token", f"{human(flops, 'FLOP', 1000)}, forward and backward in {run.data.seq_len:,} tokens"),
-        ("FLOPs of a step", f"{human(flops * tokens, 'FLOP', 1000)}, {tokens:,} tokens"),
-        *layout(run),
-        *use(run),
-    ]
+    table = [("run", run.name), *model(run), *layout(run), *use(run)]
     width = max(len(name) for name, _ in table)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in table)
+
+
+def model(run: RunConfig) -> list[tuple[str, str]]:
+    """Parameters and FLOPs."""
+    cfg, counted = run.model, parameters(run.model)
+    flops, tokens = flops_per_token(cfg, run.data.seq_len, run.terms), run.data.global_batch * run.data.seq_len
+    more = f"{counted.mtp:,}, active {counted.mtp_active:,}; depths {cfg.mtp_depths}"
+    return [
+        ("parameters", both(counted.total, counted.total - counted.embedding)),
+        ("active for a token", both(counted.active, counted.active - counted.embedding)),
+        *([("multi-token prediction", f"{more}; not counted above")] if counted.mtp else []),
+        ("FLOPs of a token", f"{human(flops, 'FLOP', 1000)}, forward and backward in {run.data.seq_len:,} tokens"),
+        ("FLOPs of a step", f"{human(flops * tokens, 'FLOP', 1000)}, {tokens:,} tokens"),
+    ]
 
 
 def layout(run: RunConfig) -> list[tuple[str, str]]:
@@ -47,7 +46,7 @@ def layout(run: RunConfig) -> list[tuple[str, str]]:
         largest = max(largest, (math.prod(size), path, size))
         uneven += [f"{path} {size[dim]} over {n}" for dim, n in cuts.items() if size[dim] % n]
     count, path, size = largest
-    pieces = 2 * run.mesh.cp if run.mesh.cp_split == "balanced" and run.mesh.cp > 1 else run.mesh.cp
+    pieces = sum(map(len, chunk_order(run.mesh.cp, run.mesh.cp_split == "balanced")))
     if missing := -run.data.seq_len % pieces:
         uneven.insert(0, f"rows of {run.data.seq_len:,} tokens over {pieces} parts: {missing} of padding")
     more = f", and {len(uneven) - 3} more" if len(uneven) > 3 else ""

@@ -16,13 +16,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .collectives import exchange_experts
 from .data import Batch, Data, Samples
 from .kernels import kernels_for
 from .mesh import local_part, make_grid, place
 from .optim import grad_norm
 from .run import compute_dtype, make_setup
 from .settings import RunConfig
-from .spec import Param, Region
+from .spec import Param, Region, cut
 from .step import gradient, tally
 from .tree import leaves
 
@@ -123,6 +124,18 @@ def imagined(world: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def evenly(counts: Tensor, rows: int) -> list[list[int]]:
+    """As many rows to each rank as to any other, and as many from it."""
+    ranks = counts.shape[1]
+    return [[cut(rows, ranks, rank)[1] for rank in range(ranks)]] * 2
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float | None) -> Tensor:
+    """As the portable one; on tensors without data torch would take its slow attention, of all scores at once."""
+    settings = {"attn_mask": allowed, "scale": scale}
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, allowed is None, **settings)[0]
+
+
 def rehearse(run: RunConfig) -> Rehearsal:
     """Run what a step does up to the norm of the gradient; every expert gets as many tokens as any other.
 
@@ -139,9 +152,13 @@ def rehearse(run: RunConfig) -> Rehearsal:
 
         params = place(setup.specs, run.model.dims, grid, run.layout, empty)
         ledger = Ledger(leaf for _, leaf in leaves(params))
-        kernels = kernels_for(run.device, compute_dtype(run))
-        kernels = kernels._replace(token_loss=ledger.watch(kernels.token_loss))
-        setup = replace(setup, loss=partial(setup.loss, kernels=kernels))
+        kernels, comm = kernels_for(run.device, compute_dtype(run)), setup.comm
+        kernels = kernels._replace(
+            attention=partial(kernels.attention, fused=fused_attention), token_loss=ledger.watch(kernels.token_loss)
+        )
+        if grid is not None:
+            comm = replace(comm, experts=partial(exchange_experts, mesh=grid.expert["ep"], shares_of=evenly))
+        setup = replace(setup, comm=comm, loss=partial(setup.loss, kernels=kernels, comm=comm))
         tokens = torch.empty(run.data.micro_batch, run.data.seq_len, dtype=torch.int64, device="meta")
         batch = {"tokens": tokens, "targets": tokens}
         times = run.data.global_batch // (run.mesh.data_ranks * run.data.micro_batch)
@@ -156,9 +173,7 @@ def rehearse(run: RunConfig) -> Rehearsal:
             names, _ = tally(setup, [batch], stop=False)
             _, grads = gradient(setup, params, batches(), dict.fromkeys(names, 1.0))
             grad_norm(grads, setup.comm)
-        exchanges = ledger.exchanges
-        for _ in range(times - 2):
-            exchanges = exchanges + ledger.exchanges[begun[0] : begun[1]]
+        exchanges = ledger.exchanges + (times - 2) * ledger.exchanges[begun[0] : begun[-1]]
         there = ledger.held_at_peak(leaf for _, leaf in leaves(grads))
         return Rehearsal(ledger.peak, there, ledger.watched, by_kind(exchanges))
 

@@ -1,5 +1,6 @@
 """Parameters, FLOPs and memory, against numbers that were published or counted by hand."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from configs import MODELS, RUNS
 from glm5fn.config import ModelConfig
 from glm5fn.flops import flops_per_token, parameters
-from glm5fn.plan import at_rest, layout
+from glm5fn.plan import at_rest, layout, model
 from glm5fn.settings import IndexerConfig, Layout, MeshConfig, MTPConfig, OptimConfig, Terms
 
 TINY = ModelConfig(
@@ -136,6 +137,14 @@ def test_a_rank_of_256_holds_its_part_of_glm5():
     held = (753_864_119_552 - whole) // 256 + whole
     found = at_rest(run)
     assert (found["gradients"], found["moments"]) == (4 * held, 8 * held)
+
+
+def test_the_counts_of_glm5_are_told_without_waiting():
+    start = time.perf_counter()
+    said = str([*model(RUNS["glm5-744b"]), *layout(RUNS["glm5-744b"])])
+    assert time.perf_counter() - start < 5
+    for number in ("743,911,199,232", "41,784,709,632", "40,833,126,912", "9,952,920,320"):
+        assert number in said
 
 
 def test_the_rank_that_holds_the_most_is_counted():

@@ -107,18 +107,8 @@ def test_the_planned_memory_is_what_a_run_of_one_process_takes(told, tmp_path, r
     said = told(*GIB, "--recompute", recompute)
     number, unit = re.search(r"together on a rank +([\d.]+) (\w)iB", said).groups()
     planned = float(number) * 2 ** {"M": 20, "G": 30}[unit]
-    command = [
-        sys.executable,
-        "-c",
-        MEASURE,
-        *GIB,
-        "--recompute",
-        recompute,
-        "--steps",
-        "2",
-        "--out",
-        str(tmp_path / "x"),
-    ]
+    settings = [*GIB, "--recompute", recompute, "--steps", "2", "--out", str(tmp_path / "x")]
+    command = [sys.executable, "-c", MEASURE, *settings]
     root = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, env=root, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -21,6 +21,7 @@ TINY = [
     *("--model.hidden-size", "24", "--model.intermediate-size", "40", "--model.num-hidden-layers", "2"),
     *("--data.seq-len", "16", "--data.global-batch", "4", "--data.micro-batch", "1", "--data.held-out", "0"),
 ]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 FOREVER = ["--steps", "100000", "--optim.decay-steps", "200000", "--checkpoint.every", "100000"]
 
 
@@ -78,7 +79,7 @@ def weights(out, step):
 
 def test_a_two_process_run_starts_its_processes_itself_and_equals_torchrun(tmp_path):
     settings = ["--config", "dense-dp2", *TINY, "--steps", "3", "--deterministic"]
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node", "2")
     own = start(*settings, "--out", tmp_path / "own")
     code, printed = finish(own)
     assert code == 0 and printed.count("step 3 ") == 1, printed
@@ -91,7 +92,7 @@ def test_a_two_process_run_starts_its_processes_itself_and_equals_torchrun(tmp_p
 
 @pytest.mark.slow
 def test_torchrun_with_another_number_of_processes_is_refused_with_the_equation(tmp_path):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node", "3")
     code, printed = finish(start("--config", "dense-dp2", *TINY, "--out", tmp_path / "out", launcher=torchrun))
     assert code != 0 and "started 3 processes" in printed and "mesh.dp-shard (2) x mesh.cp (1) = 2" in printed, printed
     assert not (tmp_path / "out").exists() and not processes_of(tmp_path / "out")
@@ -139,26 +140,8 @@ def test_two_agents_of_torchrun_make_one_run(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     settings = ["--config", "moe-ep2", *TINY, "--model.moe-intermediate-size", "16", "--steps", "3"]
-    together = [
-        "--nnodes",
-        "2",
-        "--nproc-per-node",
-        "1",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"127.0.0.1:{port}",
-    ]
-    torchrun = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *together,
-        "--rdzv-id",
-        "run",
-        "--local-addr",
-        "127.0.0.1",
-    )
+    meeting = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --local-addr 127.0.0.1".split()
+    torchrun = (*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", *meeting)
     agents = [start(*settings, "--out", tmp_path / "out", launcher=torchrun) for _ in range(2)]
     for code, printed in [finish(agent) for agent in agents]:
         assert code == 0, printed

@@ -1,5 +1,6 @@
 """The fast versions in plain torch, right on every device."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -118,14 +119,21 @@ def swiglu(gate_up: Float[Tensor, "*b 2f"]) -> Float[Tensor, "*b f"]:
     return SwiGLU.apply(gate_up)
 
 
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float | None) -> Tensor:
+    """torch's own, causal if no keys are given as allowed."""
+    settings = {"attn_mask": allowed, "is_causal": allowed is None, "scale": scale}
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **settings)
+
+
 def attention(
     q: Float[Tensor, "b h s k"],
     k: Float[Tensor, "b n t k"],
     v: Float[Tensor, "b n t u"],
     segments: Int[Tensor, "b t"] | None = None,
     scale: float | None = None,
+    fused: Callable[..., Tensor] = fused_attention,
 ) -> Float[Tensor, "b h s u"]:
-    """As `reference.attention`, by torch's fused attention; documents cost a mask of s x t booleans a row.
+    """As `reference.attention`, by a fused attention; documents cost a mask of s x t booleans a row.
 
     The fused kernels want keys and values of one width, so the narrower ones get columns of zeros.
     """
@@ -138,15 +146,6 @@ def attention(
     else:
         allowed = reference.allowed_keys(segments, queries, keys, q.device)[:, None]
     return fused(q, k, v, allowed, scale)[..., :wanted]
-
-
-def fused(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float | None) -> Tensor:
-    """torch's fused attention, causal if no keys are given as allowed."""
-    if q.is_meta:  # where torch would take its slow one
-        settings = {"attn_mask": allowed, "scale": scale}
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, allowed is None, **settings)[0]
-    settings = {"attn_mask": allowed, "is_causal": allowed is None, "scale": scale}
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **settings)
 
 
 class TokenLoss(torch.autograd.Function):

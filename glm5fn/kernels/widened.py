@@ -4,6 +4,7 @@ A CPU without bf16 instructions multiplies bf16 several times more slowly than f
 half precision as they would be with such units, which sum in fp32 too, so what is stored and moved stays small.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,9 +67,10 @@ def attention(
     v: Float[Tensor, "b n t u"],
     segments: Int[Tensor, "b t"] | None = None,
     scale: float | None = None,
+    fused: Callable[..., Tensor] = portable.fused_attention,
 ) -> Float[Tensor, "b h s u"]:
     """As `reference.attention`."""
-    return portable.attention(upcast(q), upcast(k), upcast(v), segments, scale).type_as(v)
+    return portable.attention(upcast(q), upcast(k), upcast(v), segments, scale, fused).type_as(v)
 
 
 def token_loss(x: Float[Tensor, "n d"], head: Float[Tensor, "v d"], targets: Int[Tensor, "n"]) -> Float[Tensor, ""]:
