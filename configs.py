@@ -1,6 +1,7 @@
 """What can be run, by name: MODELS (sizes), LAYOUTS (placements), RUNS (what `train.py --config` takes)."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from glm5fn.config import ModelConfig
 from glm5fn.settings import (
@@ -194,6 +195,7 @@ MODELS = {
     "dsa-tiny": TINY_DSA,
     "mtp-tiny": TINY_MTP,
     "glm5-tiny": TINY_GLM5,
+    "sft-tiny": replace(TINY_GLM5, vocab_size=288, eos_token_id=(256, 260, 262)),  # by examples/chat/tokenizer.json
     "dense-0.5b": HALF_B,
     "moe-0.5b": HALF_B_MOE,
     "mla-0.5b": HALF_B_MLA,
@@ -216,11 +218,7 @@ MODELS = {
 
 # The tensor axes that may be cut to store a part on each rank.
 WIDE = ("embed", "q_rank", "kv_rank")
-EXPERT = ("expert",)
-
-LAYOUTS = {
-    "fsdp": Layout(store={"fsdp": WIDE, "ep": EXPERT, "rest": WIDE}),
-}
+LAYOUTS = {"fsdp": Layout(store={"fsdp": WIDE, "ep": ("expert",), "rest": WIDE})}
 
 DENSE_TINY = RunConfig(
     name="dense-tiny",
@@ -266,6 +264,12 @@ GLM4 = RunConfig(
     recompute="layer",
 )
 
+CHAT = str(Path(__file__).parent / "examples" / "chat")
+CHATS = DataConfig(path=(f"{CHAT}/chat.jsonl",), kind="chat", tokenizer=CHAT, seq_len=512, global_batch=4)
+# What `python -m glm5fn prepare TEXTS --out prepared` made of any texts, by bytes.
+PREPARED = DataConfig(path=("prepared",), packing="best-fit", seq_len=256, global_batch=8, micro_batch=4)
+SHORT = DataConfig(seq_len=128, global_batch=8, micro_batch=4)
+
 RUNS = {
     run.name: run
     for run in (
@@ -273,16 +277,12 @@ RUNS = {
         DENSE_HALF_B,
         *(replace(MOE_TINY, name=name, model=MODELS[name]) for name in ("moe-tiny", "mla-tiny")),
         *(replace(MOE_TINY, name=name, model=MODELS[name], indexer=SPARSE) for name in ("dsa-tiny", "mtp-tiny")),
-        replace(
-            MOE_TINY,
-            name="glm5-tiny",
-            model=MODELS["glm5-tiny"],
-            indexer=SPARSE,
-            data=DataConfig(seq_len=128, global_batch=8, micro_batch=4),
-        ),
+        replace(MOE_TINY, name="glm5-tiny", model=MODELS["glm5-tiny"], indexer=SPARSE, data=SHORT),
         replace(MOE_TINY, name="dsa-warmup-tiny", model=MODELS["dsa-tiny"], indexer=WARMUP),
         *(replace(DENSE_HALF_B, name=name, model=MODELS[name]) for name in ("moe-0.5b", "mla-0.5b")),
         *(replace(DENSE_HALF_B, name=name, model=MODELS[name], indexer=SPARSE) for name in ("dsa-0.5b", "mtp-0.5b")),
+        replace(MOE_TINY, name="sft-tiny", model=MODELS["sft-tiny"], indexer=SPARSE, data=CHATS),
+        replace(MOE_TINY, name="pretrain", model=MODELS["glm5-tiny"], indexer=SPARSE, data=PREPARED),
         GLM4,
         replace(GLM4, name="glm4-32b", model=MODELS["glm4-32b"], mesh=MeshConfig(dp_shard=32)),
         GLM5_RUN,

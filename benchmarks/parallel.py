@@ -20,7 +20,7 @@ from turns import System, start
 
 from configs import RUNS
 from glm5fn import limits
-from glm5fn.data import open_data
+from glm5fn.corpora import open_data
 from glm5fn.mesh import make_grid
 from glm5fn.rehearsal import Ledger
 from glm5fn.run import begin, make_setup

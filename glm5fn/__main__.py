@@ -6,10 +6,14 @@ from collections.abc import Callable, Sequence
 from tyro.extras import subcommand_cli_from_dict
 
 from .compare import compare
+from .inspect_data import inspect_data
+from .prepare import prepare
 from .typed import ConfigError
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "compare": compare,
+    "prepare": prepare,
+    "inspect-data": inspect_data,
 }
 
 
@@ -20,6 +24,9 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"glm5fn: {error}", file=sys.stderr)
         return 2
+    except (ValueError, OSError) as error:
+        print(f"glm5fn: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

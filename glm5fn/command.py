@@ -12,13 +12,11 @@ from typing import Annotated
 import torch
 import tyro
 
-from . import checkpoint, limits, settings
-from .data import source
+from . import checkpoint, corpora, limits, settings
 from .device import choose, widest
 from .hf import open_model
 from .record import METRICS
 from .settings import CONFIG, RunConfig
-from .text import open_tokenizer
 from .typed import ConfigError
 
 
@@ -113,9 +111,7 @@ def refuse(command: Command) -> None:
 def refuse_data(run: RunConfig) -> None:
     """Refuse what can be seen without reading the data: names, and a tokenizer that does not fit the model."""
     try:
-        path = source(run.data)
-        if path is None or path.suffix != ".safetensors":
-            open_tokenizer(run.data.tokenizer, run.model)
+        corpora.refuse(run.data, run.model)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
 

@@ -1,6 +1,7 @@
 """Which settings cannot be run, and which would change nothing."""
 
 from .settings import RunConfig
+from .sources import ROWS
 from .typed import ConfigError
 
 
@@ -19,6 +20,14 @@ def refuse(run: RunConfig) -> None:
     for name in ("seq_len", "global_batch", "micro_batch"):
         value = getattr(data, name)
         need(value >= 1, f"data.{name.replace('_', '-')} ({value}) must be at least 1")
+    need(
+        len(data.weights) in (0, len(data.path)),
+        f"data.weights ({len(data.weights)}) must be as many as data.path ({len(data.path)}), or none",
+    )
+    need(
+        all(0 < weight < float("inf") for weight in data.weights),
+        f"data.weights ({', '.join(map(str, data.weights))}) must be finite and above 0",
+    )
     need(run.steps >= 1, f"steps ({run.steps}) must be at least 1")
     need(run.seed >= 0, f"seed ({run.seed}) must be at least 0")
     need(run.eval_every >= 0, f"eval-every ({run.eval_every}) must be at least 0")
@@ -80,12 +89,19 @@ def refuse(run: RunConfig) -> None:
 
 def idle(run: RunConfig) -> dict[str, str]:
     """The settings that change nothing beside the others, each with what makes it so."""
-    data, optim, path = run.data, run.optim, run.data.path or ""
+    data, optim, chat = run.data, run.optim, run.data.kind == "chat"
+    fixed, rows = (any(path.endswith(ends) for path in data.path) for ends in ((".safetensors",), ROWS))
     table = {
         "optim.name is sgd": (optim.name == "sgd", "optim.beta1 optim.beta2 optim.eps"),
         "optim.schedule is constant": (optim.schedule == "constant", "optim.min_lr optim.decay_steps"),
-        "data.path is no .jsonl": (not path.endswith(".jsonl"), "data.field"),
-        "data.path holds fixed batches": (path.endswith(".safetensors"), "data.tokenizer data.held_out eval_every"),
+        "data.path holds no rows": (not rows, "data.field data.skip_bad"),
+        "data.kind is chat": (chat, "data.field data.packing"),
+        "data.kind is text": (not chat, "data.template"),
+        "data.path holds fixed batches": (
+            fixed,
+            "data.tokenizer data.held_out data.packing data.control_tokens eval_every",
+        ),
+        "mesh.cp is 1": (run.mesh.cp == 1, "mesh.cp_split"),
         "data.held-out is 0": (data.held_out == 0, "eval_every"),
         "the model has no experts": (
             not run.model.n_routed_experts,

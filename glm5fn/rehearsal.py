@@ -100,7 +100,7 @@ class Ledger(TorchDispatchMode):
 
 
 class Rehearsal(NamedTuple):
-    """What the first rank would hold and exchange, in bytes.
+    """What the rank that holds the most would hold and exchange, in bytes.
 
     peak: the most at once beside parameters and moments, gradients included. gradients: how many were there then.
     head: the most for the logits of a chunk of rows and the gradient of the head. exchanged: in a step, by kind.
@@ -113,10 +113,10 @@ class Rehearsal(NamedTuple):
 
 
 @contextmanager
-def imagined(world: int) -> Iterator[None]:
-    """A process group of which this process is the first rank, and no other is there; none for one rank."""
+def imagined(rank: int, world: int) -> Iterator[None]:
+    """A process group of which this process is such a rank, and no other is there; none for one rank."""
     if world > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         yield
     finally:
@@ -141,10 +141,11 @@ def rehearse(run: RunConfig) -> Rehearsal:
 
     What works inside of one operation is not seen: the chunks of a kernel, and the buffers of a collective.
     """
-    with imagined(run.mesh.world):
+    last = run.mesh.cp - 1  # of those that share the first rows, it has the most keys before its own
+    with imagined(last, run.mesh.world):
         grid = make_grid(run.mesh, run.device)
         none = Samples(*np.zeros((2, 0, run.data.seq_len), np.int64))
-        data = Data(train=none, held_out=none, seed=None)
+        data = Data(train=[none], held_out=none, seed=None)
         setup = make_setup(replace(run, compile=False), run.device, grid, data)
 
         def empty(path: str, row: Param, region: Region) -> Tensor:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,12 +14,14 @@ from torch import Tensor
 from . import checkpoint, limits, mesh, model, settings
 from .checkpoint import State
 from .collectives import comm_for
-from .data import Data, open_data
+from .corpora import open_data
+from .data import Data, micro_batches
 from .device import choose, peak_flops, synchronize, widest
 from .flops import flops_per_token
 from .hf import open_model
 from .kernels import kernels_for
 from .launch import Interrupt
+from .loader import Ahead
 from .losses import loss
 from .mesh import Grid
 from .optim import grad_norm, init_moments
@@ -92,6 +95,7 @@ def make_setup(run: RunConfig, device: str, grid: Grid | None, data: Data) -> Se
         run=run,
         device=device,
         data=data,
+        load=partial(micro_batches, data, run.data, *mesh.data_rank(run.mesh)),
         comm=comm,
         specs=(specs := model.model_specs(run.model)),
         trained=tuple(trained(specs, run.indexer.stage, run.mtp_depths)),
@@ -177,6 +181,8 @@ def follow(
     """Step, record and save until the run ends or is interrupted. Returns the last state, and whether it ended."""
     run, idle, saved = setup.run, 0, state.step
     ended = True
+    load = Ahead(setup.load, run.data.global_batch)
+    setup = replace(setup, load=load)
 
     def save() -> None:
         if not torch.isfinite(grad_norm({"params": state.params, "moments": state.moments}, setup.comm)):
@@ -195,7 +201,7 @@ def follow(
         synchronize(setup.device)
         seconds = time.perf_counter() - start
         idle = idle + 1 if state.skipped > skipped else 0
-        record |= speed(setup, seconds, peak)
+        record |= speed(setup, seconds, peak) | {"data_seconds": load.waited}
         last = state.step == run.steps
         if last or (run.eval_every and state.step % run.eval_every == 0):
             record |= evaluate(setup, state.params)

@@ -61,9 +61,17 @@ class MeshConfig:
 class DataConfig:
     """What is read, and how many samples make a step."""
 
-    path: str | None = None  # .jsonl, .txt, or .safetensors of fixed batches; none: the text that ships with Python
-    field: str = "text"  # the key of a jsonl row that holds the text
-    tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer.json
+    path: tuple[str, ...] = ()  # texts, conversations, token shards, fixed batches; none: the text of Python's own help
+    weights: tuple[float, ...] = ()  # how often a sample is of each path; none: as often as there are samples in it
+    kind: Literal["text", "chat"] = "text"  # chat: rows with messages, of which the assistant's are learned
+    field: str = "text"  # the key of a row that holds the text
+    tokenizer: str = "bytes"  # "bytes", a tokenizer.json, or a Hugging Face directory with one
+    template: str | None = None  # the Jinja template of chats; none: the one beside the tokenizer
+    control_tokens: bool = False  # what reads like a control token in a text is one
+    skip_bad: bool = False  # leave out rows that cannot be read, and tell how many, instead of stopping
+    packing: Literal["stream", "concatenate", "best-fit"] = (
+        "stream"  # concatenate keeps documents apart, best-fit whole
+    )
     seq_len: int = 256  # tokens a sample
     global_batch: int = 4  # samples a step, over all ranks
     micro_batch: int = 1  # samples a forward pass on one rank

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import mesh, model
 from .checkpoint import State
 from .comm import Comm
-from .data import Batch, Data, held_out_batches, micro_batches
+from .data import Batch, Data, held_out_batches
 from .device import widest
 from .grad import value_and_grad
 from .losses import counts
@@ -30,6 +30,7 @@ class Setup:
     run: RunConfig
     device: str
     data: Data
+    load: Callable[[int], list[Batch]]  # this rank's micro batches, by the number of the step's first sample
     comm: Comm
     specs: Specs
     trained: tuple[str, ...]  # the paths of what learns
@@ -43,8 +44,7 @@ def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]]
     the step is counted as skipped and changes nothing but the data position.
     """
     run, comm = setup.run, setup.comm
-    micro = micro_batches(setup.data, state.samples, run.data, *mesh.data_rank(run.mesh))
-    batches = [{name: part.to(setup.device) for name, part in batch.items()} for batch in micro]
+    batches = [{name: part.to(setup.device) for name, part in batch.items()} for batch in setup.load(state.samples)]
     names, totals = tally(setup, batches, stop)
     *numbers, asked = totals.tolist()
     if asked:

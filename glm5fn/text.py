@@ -1,137 +1,151 @@
-"""Documents as text, and text as tokens."""
+"""Texts as token ids."""
 
-import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from pydoc_data.topics import topics
+from typing import Any
 
 import numpy as np
 import tokenizers
 
-from .config import ModelConfig
-
-LONGEST_LINE = 1 << 30  # bytes of a jsonl row, which is held in memory whole
 PIECE = re.compile(r"(?s).{1,65536}(?= |\Z)|.{1,65536}")  # of a text, to be encoded at once
 
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """Texts to token ids. encode: texts -> one array of ids each; size: all ids are below; end: ends a document."""
+    """Texts to token ids and back. Text stays text: what reads like a control token is encoded as its characters.
+
+    encode: texts -> one array of ids each. decode: ids -> text, control tokens by name. size: all ids are below.
+    end: ends a document, None if nothing does. control: the tokens that stand for no text, by name.
+    """
 
     encode: Callable[[list[str]], list[np.ndarray]]
+    decode: Callable[[Sequence[int]], str]
     size: int
-    end: int
+    end: int | None
+    control: Mapping[str, int]
 
 
-BYTES = Tokenizer(encode=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts], size=257, end=256)
+def decode_bytes(ids: Sequence[int]) -> str:
+    """Ids of bytes as text; those that are no UTF-8, and ids beyond the bytes, as what they are."""
+    runs = re.findall(r"(?s)[\x00-\xff]+|.", "".join(map(chr, ids)))
+    ended = {chr(256): "<end>"}
+    return "".join(
+        ended.get(run, f"<{ord(run)}>")
+        if ord(run[0]) > 255
+        else run.encode("latin-1").decode(errors="backslashreplace")
+        for run in runs
+    )
 
 
-def open_tokenizer(name: str, model: ModelConfig) -> Tokenizer:
-    """`bytes` (ids 0-255, 256 ends a document) or a tokenizer.json, where the model's first `eos_token_id` does.
+BYTES = Tokenizer(
+    encode=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
+    decode=decode_bytes,
+    size=257,
+    end=256,
+    control={"<end>": 256},
+)
 
-    Text stays text: what reads like a special token is encoded as its characters. ValueError for a file that cannot be
-    read, and for ids that the model has no embedding for.
+
+def open_tokenizer(name: str, end: int | str | None) -> Tokenizer:
+    """`bytes` (ids 0-255, 256 ends a document), a tokenizer.json, or a Hugging Face directory that has one.
+
+    end: the token that ends a document, or its id; when absent, the `eos_token` of the tokenizer_config.json beside it.
+    The truncation, padding and special tokens that a tokenizer.json may ask for are not obeyed. Raises ValueError,
+    which names the file, for what cannot be read, and for an end that it does not have.
     """
-    tokenizer = BYTES if name == "bytes" else read_tokenizer(name, model.eos_token_id)
-    size, end, vocab = tokenizer.size, tokenizer.end, model.vocab_size
-    if size > vocab:
-        raise ValueError(f"data.tokenizer {name} has {size} tokens, so vocab_size ({vocab}) must be at least {size}")
-    if not 0 <= end < vocab:
-        raise ValueError(f"eos_token_id ({end}) ends each document: must be from 0 to vocab_size ({vocab}) - 1")
-    return tokenizer
-
-
-def read_tokenizer(path: str, ends: tuple[int, ...]) -> Tokenizer:
-    """The `tokenizers` library's file, without the truncation, padding and special tokens that it may ask for."""
-    if not Path(path).is_file():
-        raise ValueError(f"{path}: is not there: data.tokenizer must be 'bytes' or a tokenizer.json")
+    if name == "bytes":
+        return BYTES
+    path = Path(name)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"{file}: is not there: a tokenizer must be 'bytes', a tokenizer.json, or a directory with one"
+        )
     try:
-        own = tokenizers.Tokenizer.from_file(path)
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        whole = tokenizers.Tokenizer.from_str(json.dumps(settings))
+        control = {token["content"]: token["id"] for token in settings["added_tokens"] if token["content"].strip()}
+        texts = [token for token in settings["added_tokens"] if token["content"] not in control]
+        bare = settings | {"added_tokens": texts, "post_processor": None, "truncation": None, "padding": None}
+        plain = tokenizers.Tokenizer.from_str(json.dumps(bare))
     except Exception as error:  # the library raises bare Exceptions
-        raise ValueError(f"{path}: data.tokenizer must be 'bytes' or a tokenizer.json ({error})") from error
-    if not ends:
-        raise ValueError(f"{path}: nothing ends a document: the model's config.json must have eos_token_id")
-    own.no_truncation()
-    own.no_padding()
-    own.encode_special_tokens = True
+        raise ValueError(f"{file}: must be a tokenizer.json ({error})") from error
 
     def encode(texts: list[str]) -> list[np.ndarray]:
         try:
-            return [np.array(e.ids, np.int64) for e in own.encode_batch_fast(texts, add_special_tokens=False)]
+            return [np.array(found.ids, np.int64) for found in plain.encode_batch_fast(texts, add_special_tokens=False)]
         except Exception as error:
-            raise ValueError(f"{path}: must be able to encode any text ({error}): give it an unknown token") from error
+            raise ValueError(f"{file}: must be able to encode any text ({error}): give it an unknown token") from error
 
-    return Tokenizer(encode=encode, size=max(own.get_vocab().values(), default=-1) + 1, end=ends[0])
-
-
-def documents(path: Path | None, field: str) -> Iterator[str]:
-    """The texts of a jsonl, the one text of a txt, or Python's help pages by name. A UTF-8 BOM is no part of a text."""
-    if path is None:
-        yield from (topics[name] for name in sorted(topics))
-    elif path.suffix == ".jsonl":
-        yield from read_jsonl(path, field)
-    else:
-        raw = path.read_bytes().removeprefix(codecs.BOM_UTF8)
-        try:
-            yield raw.decode()
-        except UnicodeDecodeError as error:
-            line = raw.count(b"\n", 0, error.start) + 1
-            raise ValueError(f"{path}:{line}: must be UTF-8 text ({error})") from error
+    end = eos_token(file.parent) if end is None else end
+    number = whole.token_to_id(end) if isinstance(end, str) else end
+    if isinstance(end, str) and number is None:
+        raise ValueError(f"{file}: has no token {end!r} to end a document: name one that it has")
+    return Tokenizer(
+        encode=encode,
+        decode=lambda ids: whole.decode([int(i) for i in ids], skip_special_tokens=False),
+        size=max(whole.get_vocab().values(), default=-1) + 1,
+        end=number,
+        control=control,
+    )
 
 
-def read_jsonl(path: Path, field: str) -> Iterator[str]:
-    r"""The text of each row. Only \n ends a line; blank lines are skipped; the first bad row is a ValueError.
-
-    A text is taken as it is, NUL and line ends included. A row may have LONGEST_LINE bytes.
-    """
-    with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
-            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if line := line.rstrip(b" \t\r\n"):
-                try:
-                    text = read_row(line, field)
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number}: {error}") from error
-                yield text
+def eos_token(directory: Path) -> str | None:
+    """The token that ends a text, by a tokenizer's own settings."""
+    token = tokenizer_config(directory).get("eos_token")
+    return token.get("content") if isinstance(token, dict) else token
 
 
-def read_row(line: bytes, field: str) -> str:
-    """The text of one row of a jsonl; ValueError says what is wrong with it."""
-    if len(line) > LONGEST_LINE:
-        raise ValueError(f"the line is longer than {LONGEST_LINE} bytes: must be cut in several rows")
+def tokenizer_config(directory: Path) -> dict[str, Any]:
+    path = directory / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
     try:
-        row = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:
-        reason = f"column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else error
-        raise ValueError(f"the line must be one JSON object in UTF-8 ({reason})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"the line is a JSON {type(row).__name__}, must be an object")
-    if field not in row:
-        raise ValueError(f"the object has no {field!r}: must have one, or set data.field to one of {sorted(row)[:9]}")
-    if not isinstance(text := row[field], str):
-        raise ValueError(f"{field!r} is of type {type(text).__name__}, must be a string")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{field!r} has half a surrogate pair, must be Unicode text ({error.reason})") from error
-    return text
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: must be JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: must be a JSON object")
+    return found
 
 
-def encode(texts: Iterable[str], tokenizer: Tokenizer, dtype: type[np.integer]) -> np.ndarray:
-    """All documents in one flat array, each ended by `tokenizer.end`; a text of no tokens leaves nothing.
+def with_control(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer, but what reads like a control token is one."""
+    names = sorted(tokenizer.control, key=len, reverse=True)
+    if tokenizer is BYTES or not names:
+        return tokenizer
+    some = re.compile("(" + "|".join(map(re.escape, names)) + ")")
 
-    So that memory stays bounded, a text longer than 65536 characters is encoded in pieces, cut before spaces.
+    def encode(texts: list[str]) -> list[np.ndarray]:
+        pieces = [some.split(text) for text in texts]  # text, control token, text, ...
+        ids = iter(tokenizer.encode([part for each in pieces for part in each[::2]]))
+        return [
+            np.concatenate([next(ids) if n % 2 == 0 else [tokenizer.control[part]] for n, part in enumerate(each)])
+            for each in pieces
+        ]
+
+    return replace(tokenizer, encode=encode)
+
+
+def encode(
+    texts: Iterable[str], tokenizer: Tokenizer, kind: np.dtype, whole: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """All documents in one flat array, each ended by `tokenizer.end`, and where in it each ends.
+
+    A text of no tokens leaves nothing. whole: texts are documents; else parts of one, which nothing ends. So that
+    memory stays bounded, a text longer than 65536 characters is encoded in pieces, cut before spaces.
     """
-    flat, begun = bytearray(), 0
+    flat, begun, ends = bytearray(), 0, []
     pieces = ((match[0], match.end() == len(text)) for text in texts for match in PIECE.finditer(text))
     while batch := list(islice(pieces, 64)):
-        for (_, ends), ids in zip(batch, tokenizer.encode([piece for piece, _ in batch]), strict=True):
-            flat += ids.astype(dtype).tobytes()
-            if ends and len(flat) > begun:
-                flat += dtype(tokenizer.end).tobytes()
+        for (_, last), ids in zip(batch, tokenizer.encode([piece for piece, _ in batch]), strict=True):
+            flat += ids.astype(kind).tobytes()
+            if whole and last and len(flat) > begun:
+                flat += kind.type(tokenizer.end).tobytes()
                 begun = len(flat)
-    return np.frombuffer(flat, dtype)
+                ends.append(begun // kind.itemsize)
+    return np.frombuffer(flat, kind), np.array(ends, np.int64)

@@ -8,11 +8,25 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Each room may import from those before it.
 ORDER = [
-    *("typed", "architecture", "tree", "legacy", "config", "ops", "comm", "spec", "settings", "limits"),
+    *(
+        "typed",
+        "architecture",
+        "tree",
+        "legacy",
+        "config",
+        "ops",
+        "comm",
+        "spec",
+        "settings",
+        "text",
+        "sources",
+        "limits",
+    ),
     *("device", "kernels", "mesh", "fetch", "collectives", "directory", "files", "writer", "fp8"),
     *("gqa", "mla", "dsa", "ffn", "moe", "batch", "block", "model", "mtp", "losses", "shell"),
     *("stored", "hf", "save", "flops", "describe"),
-    *("text", "data", "grad", "optim", "checkpoint", "record", "launch", "compare"),
+    *("indexed", "packing", "data", "chat", "corpora", "loader"),
+    *("grad", "optim", "checkpoint", "record", "launch", "compare", "prepare", "inspect_data"),
     *("step", "run", "rehearsal", "plan", "command", "__init__", "__main__", "configs", "train", "convert"),
 ]
 DISTRIBUTED = {"mesh", "fetch", "collectives", "launch", "rehearsal"}

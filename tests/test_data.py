@@ -10,7 +10,10 @@ from safetensors.numpy import save
 from tiny import PLAIN, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from glm5fn.data import IGNORE, Data, Windows, held_out_batches, micro_batches, open_data
+from glm5fn.corpora import open_data, tokenizer_for
+from glm5fn.data import Data, Part, held_out_batches, micro_batches
+from glm5fn.kernels.reference import IGNORE
+from glm5fn.packing import Corpus, Windows
 from glm5fn.settings import DataConfig
 from glm5fn.text import BYTES, encode, open_tokenizer
 
@@ -21,7 +24,7 @@ def read(path, raw=None, **settings):
     """The data of a file, written first if `raw` is given."""
     if raw is not None:
         path.write_bytes(raw)
-    return open_data(DataConfig(path=str(path), **({"seq_len": 4, "held_out": 0.0} | settings)), MODEL, seed=0)
+    return open_data(DataConfig(path=(str(path),), **({"seq_len": 4, "held_out": 0.0} | settings)), MODEL, seed=0)
 
 
 def flat(documents, end=256):
@@ -35,8 +38,22 @@ def rows(batches):
 
 def numbered(size, seed=3, held_out=0):
     """Windows of 5 numbered tokens: `size` to train on, `held_out` to evaluate on, the very last one short."""
-    tokens = np.arange((size + held_out) * 5 - 1)
-    return Data(train=Windows(tokens[: size * 5 + 1], 5), held_out=Windows(tokens[size * 5 :], 5), seed=seed)
+    windows = Windows(corpus(np.arange((size + held_out) * 5 - 1)), 5)
+    return Data(train=[Part(windows, 0, size)], held_out=Part(windows, size, held_out), seed=seed)
+
+
+def corpus(tokens, size=10000):
+    """One document of these tokens."""
+    return Corpus(name="it", tokens=tokens, begins=np.array([0, len(tokens)]), size=size)
+
+
+def ids(data):
+    """All the tokens of a text."""
+    return data.train[0].sets[0].whole.corpus.tokens.tolist()
+
+
+def everything(samples):
+    return samples[np.arange(len(samples))]
 
 
 TEXTS = ["first", "second\r\nline", "\u2028 and \u2029 and \u0085 stay", "the last \u00e9\u4e16"]
@@ -57,7 +74,7 @@ LINES = [json.dumps({"text": text}, ensure_ascii=False).encode() for text in TEX
     ids=["plain", "BOM", "CRLF", "blank lines", "no last line end", "escaped, and NaN beside", "with empty texts"],
 )
 def test_however_the_lines_are_written_the_tokens_are_the_same(tmp_path, raw):
-    assert read(tmp_path / "rows.jsonl", raw).train.tokens.tolist() == flat(text.encode() for text in TEXTS)
+    assert ids(read(tmp_path / "rows.jsonl", raw)) == flat(text.encode() for text in TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +96,7 @@ def test_however_the_lines_are_written_the_tokens_are_the_same(tmp_path, raw):
     ids=lambda value: str(value)[:40],
 )
 def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, monkeypatch, bad, what):
-    monkeypatch.setattr("glm5fn.text.LONGEST_LINE", 199_999)
+    monkeypatch.setattr("glm5fn.sources.LONGEST_LINE", 199_999)
     with pytest.raises(ValueError) as error:
         read(tmp_path / "rows.jsonl", b"\n".join([LINES[0], b"", bad, *LINES[1:3]]))
     assert str(error.value).startswith(f"{tmp_path / 'rows.jsonl'}:3: ")
@@ -92,21 +109,21 @@ def test_a_row_of_50_megabytes_takes_bounded_memory(tmp_path):
     data = read(tmp_path / "rows.jsonl", b'{"text": "' + b"word " * (size // 5) + b'"}\n' + LINES[0])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(data.train.tokens) == size + 1 + len(TEXTS[0]) + 1
+    assert len(ids(data)) == size + 1 + len(TEXTS[0]) + 1
     assert peak < 8 * size
 
 
 def test_texts_are_taken_as_they_are_from_the_field_that_is_asked_for(tmp_path):
     rows = read(tmp_path / "rows.jsonl", b'{"body": "a\\u0000b"}\n{"text": 12, "body": "c"}', field="body")
-    assert rows.train.tokens.tolist() == flat([b"a\0b", b"c"])
+    assert ids(rows) == flat([b"a\0b", b"c"])
     book = read(tmp_path / "book.txt", b"\xef\xbb\xbfone\r\n\n\xc3\xa9two\n")
-    assert book.train.tokens.tolist() == flat([b"one\r\n\n\xc3\xa9two\n"])
+    assert ids(book) == flat([b"one\r\n\n\xc3\xa9two\n"])
 
 
 def test_without_a_path_the_help_pages_of_python_are_read():
     data = open_data(DataConfig(), MODEL, seed=0)
     tokens = flat(topics[name].encode() for name in sorted(topics))
-    assert data.train.tokens.tolist() + data.held_out.tokens[1:].tolist() == tokens
+    assert ids(data) == tokens
     assert len(data.held_out) == round(0.02 * -(-(len(tokens) - 1) // 256))
 
 
@@ -123,9 +140,9 @@ SPOILT = {id: [[1] * 4, [1] * 4, [1, id, 1, 1]] for id in (293, 300, IGNORE, -1)
     ("name", "raw", "what"),
     [
         ("none.txt", None, ": is not there: data.path must be a file"),
-        (".", None, ": is a directory: data.path must be a file"),
+        (".", None, ": is a directory without token shards: data.path must be a file"),
         ("empty.jsonl", b"", ": is empty"),
-        ("text.csv", b"a,b", ": data.path must end in one of .jsonl, .txt, .safetensors"),
+        ("text.csv", b"a,b", ": data.path must end in one of .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .txt, .saf"),
         ("book.txt", b"one\ntwo\xff", ":2: must be UTF-8 text"),
         ("blank.jsonl", b" \n\n", ": has 0 tokens, must have at least data.seq-len (4) + 1"),
         ("short.txt", b"abc", ": has 4 tokens, must have at least data.seq-len (4) + 1"),
@@ -173,32 +190,32 @@ def test_a_tokenizer_json_encodes_texts_as_text_and_the_models_first_eos_ends_th
     texts = ["the fox and the hen", "\0\u4e16", "dog<|end|>hen"]
     data = read(tmp_path / "rows.jsonl", "\n".join(json.dumps({"text": t}) for t in texts).encode(), tokenizer=bpe)
     library = Tokenizer.from_file(bpe)
-    documents = [open_tokenizer(bpe, MODEL).encode([text])[0].tolist() for text in texts]
-    assert data.train.tokens.tolist() == flat(documents, end=7)
+    documents = [open_tokenizer(bpe, 7).encode([text])[0].tolist() for text in texts]
+    assert ids(data) == flat(documents, end=7)
     assert [library.decode(ids, skip_special_tokens=False) for ids in documents] == texts
     assert all(library.token_to_id("<|end|>") not in ids for ids in documents)
 
 
 @pytest.mark.parametrize("text", ["the fox " * 20_000, "x" * 150_000, "the\nhen  and " * 10_000], ids=lambda t: t[:3])
 def test_a_long_text_is_encoded_in_pieces_that_lose_nothing(bpe, text):
-    tokenizer, lengths = open_tokenizer(bpe, MODEL), []
+    tokenizer, lengths = open_tokenizer(bpe, 7), []
     counted = replace(tokenizer, encode=lambda texts: lengths.extend(map(len, texts)) or tokenizer.encode(texts))
-    tokens = encode(["", "hen", text, ""], counted, np.uint16).tolist()
+    tokens = encode(["", "hen", text, ""], counted, np.dtype(np.uint16))[0].tolist()
     assert tokens == flat(tokenizer.encode(["hen", text]), end=7)
     assert (sum(lengths), max(lengths) <= 65536) == (len("hen" + text), True)
-    assert encode([text], BYTES, np.uint16).tolist() == flat([text.encode()])
+    assert encode([text], BYTES, np.dtype(np.uint16))[0].tolist() == flat([text.encode()])
 
 
 def test_a_document_of_which_the_tokenizer_keeps_nothing_is_skipped():
     stripped = replace(BYTES, encode=lambda texts: BYTES.encode([text.strip() for text in texts]))
-    assert encode(["b", "  ", "a b"], stripped, np.uint16).tolist() == flat([b"b", b"a b"])
+    assert encode(["b", "  ", "a b"], stripped, np.dtype(np.uint16))[0].tolist() == flat([b"b", b"a b"])
 
 
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (None, r"is not there: data\.tokenizer must be 'bytes' or a tokenizer\.json"),
-        ('{"version": "1.0"', r"data\.tokenizer must be 'bytes' or a tokenizer\.json"),
+        (None, "is not there: a tokenizer must be 'bytes'"),
+        ('{"version": "1.0"', r"must be a tokenizer\.json \("),
         (Tokenizer(models.WordLevel({"a": 0}, unk_token="?")).to_str(), "must be able to encode any text"),
         (Tokenizer(models.WordLevel({"a": 300}, unk_token="a")).to_str(), r"has 301 tokens, so vocab_size \(293\)"),
     ],
@@ -215,16 +232,17 @@ def test_a_model_must_have_an_id_for_each_byte_and_for_the_end_of_a_document(bpe
     with pytest.raises(ValueError, match=r"bytes has 257 tokens, so vocab_size \(256\) must be at least 257"):
         open_data(DataConfig(), replace(MODEL, vocab_size=256), seed=0)
     with pytest.raises(ValueError, match=r"json: nothing ends a document: .* must have eos_token_id"):
-        open_tokenizer(bpe, replace(MODEL, eos_token_id=()))
+        tokenizer_for(DataConfig(tokenizer=bpe), replace(MODEL, eos_token_id=()))
     with pytest.raises(ValueError, match=r"eos_token_id \(293\) ends .* must be from 0 to vocab_size \(293\) - 1"):
-        open_tokenizer(bpe, replace(MODEL, eos_token_id=(293, 7)))
+        tokenizer_for(DataConfig(tokenizer=bpe), replace(MODEL, eos_token_id=(293, 7)))
 
 
 @pytest.mark.parametrize("size", [2, 5, 6, 7, 11, 12, 41])
 @pytest.mark.parametrize("seq_len", [1, 5])
 def test_every_token_but_the_first_is_a_target_once(size, seq_len):
     tokens = np.arange(100, 100 + size, dtype=np.uint16)
-    cut = list(Windows(tokens, seq_len))
+    windows = Windows(corpus(tokens), seq_len)
+    cut = [windows[i] for i in range(len(windows))]
     assert {(x.shape, x.dtype.name) for window in cut for x in window.values()} == {((seq_len,), "int64")}
     inputs, targets = (np.concatenate([window[name] for window in cut]) for name in ("tokens", "targets"))
     assert targets[: size - 1].tolist() == tokens[1:].tolist()
@@ -234,7 +252,7 @@ def test_every_token_but_the_first_is_a_target_once(size, seq_len):
 
 
 def test_an_array_of_indices_gives_a_batch_and_no_index_goes_beyond_the_last_window():
-    data = Windows(np.arange(33), 5)
+    data = Windows(corpus(np.arange(33)), 5)
     batch = data[np.array([6, 0, 3])]
     assert all(np.array_equal(batch[name], np.stack([data[i][name] for i in (6, 0, 3)])) for name in batch)
     with pytest.raises(IndexError):
@@ -245,19 +263,24 @@ def test_an_array_of_indices_gives_a_batch_and_no_index_goes_beyond_the_last_win
 def test_the_last_windows_are_held_out_and_both_parts_hold_every_target(tmp_path, held_out, count):
     text = bytes(range(65, 114))
     data = read(tmp_path / "book.txt", text, seq_len=5, held_out=held_out)
-    assert (len(data.train), len(data.held_out), data.notices) == (10 - count, count, ())
-    targets = [id for part in (data.train, data.held_out) for row in part for id in row["targets"].tolist()]
+    assert (len(data.train[0]), len(data.held_out), data.notices) == (10 - count, count, ())
+    targets = [
+        id
+        for part in (*data.train, data.held_out)
+        if len(part)
+        for id in everything(part)["targets"].flatten().tolist()
+    ]
     assert [id for id in targets if id != IGNORE] == flat([text])[1:]
     single = read(tmp_path / "book.txt", seq_len=49, held_out=held_out)
-    assert (len(single.train), len(single.held_out), len(single.notices)) == (1, 0, held_out > 0)
+    assert (len(single.train[0]), len(single.held_out), len(single.notices)) == (1, 0, held_out > 0)
 
 
 def test_each_epoch_has_its_own_order_that_the_seed_and_the_number_alone_decide():
-    straight = numbered(7).indices(np.arange(4 * 7)).tolist()
+    straight = numbered(7).places(np.arange(4 * 7))[1].tolist()
     epochs = [straight[at : at + 7] for at in range(0, 4 * 7, 7)]
     assert all(sorted(epoch) == list(range(7)) and epochs.count(epoch) == 1 for epoch in epochs)
-    assert [numbered(7).indices(np.array([g])).item() for g in reversed(range(4 * 7))] == straight[::-1]
-    assert numbered(7, seed=4).indices(np.arange(4 * 7)).tolist() != straight
+    assert [numbered(7).places(np.array([g]))[1].item() for g in reversed(range(4 * 7))] == straight[::-1]
+    assert numbered(7, seed=4).places(np.arange(4 * 7))[1].tolist() != straight
     assert epochs[0] == [0, 4, 1, 5, 6, 3, 2]  # or saved runs would go on in another order
 
 
@@ -265,15 +288,15 @@ def test_each_epoch_has_its_own_order_that_the_seed_and_the_number_alone_decide(
 @pytest.mark.parametrize("start", [0, 8, 16])
 def test_the_ranks_share_out_the_global_batch(ranks, start):
     data, cfg = numbered(11), DataConfig(seq_len=5, global_batch=8, micro_batch=2)
-    batches = [batch for rank in range(ranks) for batch in micro_batches(data, start, cfg, rank, ranks)]
+    batches = [batch for rank in range(ranks) for batch in micro_batches(data, cfg, rank, ranks, start)]
     assert {(x.shape, x.dtype) for batch in batches for x in batch.values()} == {((2, 5), torch.int64)}
-    assert rows(batches) == rows([data.train[data.indices(np.arange(start, start + 8))]])
+    assert rows(batches) == rows([data.train[0][data.places(np.arange(start, start + 8))[1]]])
 
 
 def test_a_run_that_stops_and_goes_on_sees_what_one_that_does_not_stop_sees():
     cfg = DataConfig(seq_len=5, global_batch=4, micro_batch=2)
-    straight = [rows(micro_batches(data, 4 * step, cfg, 1, 2)) for data in [numbered(7)] for step in range(10)]
-    resumed = [rows(micro_batches(numbered(7), 4 * step, cfg, 1, 2)) for step in (7, 8, 9, 0, 1, 2, 3, 4, 5, 6)]
+    straight = [rows(micro_batches(data, cfg, 1, 2, 4 * step)) for data in [numbered(7)] for step in range(10)]
+    resumed = [rows(micro_batches(numbered(7), cfg, 1, 2, 4 * step)) for step in (7, 8, 9, 0, 1, 2, 3, 4, 5, 6)]
     assert resumed == straight[7:] + straight[:7]
 
 
@@ -297,6 +320,6 @@ def test_fixed_batches_are_replayed_in_file_order_and_samples_without_a_label_co
     targets = np.array([[IGNORE] * 4, [5, 6, IGNORE, 8], [9, 10, 11, 12]])
     data = read(tmp_path / "fixed.safetensors", fixed(tokens, targets), held_out=0.5)
     assert data.notices == (f"{tmp_path / 'fixed.safetensors'}: 1 of 3 samples have no label",)
-    got = rows(batch for step in range(3) for batch in micro_batches(data, 2 * step, cfg, 0, 1))
+    got = rows(batch for step in range(3) for batch in micro_batches(data, cfg, 0, 1, 2 * step))
     assert got == [(tokens[g % 3].tolist(), targets[g % 3].tolist()) for g in range(6)]
     assert list(held_out_batches(data, cfg, 0, 1)) == []

@@ -20,7 +20,7 @@ from glm5fn import checkpoint, fetch, flatten, mesh, step
 from glm5fn.block import block
 from glm5fn.checkpoint import State
 from glm5fn.collectives import chunk_order, comm_for
-from glm5fn.data import Data, Samples
+from glm5fn.data import Data, Samples, micro_batches
 from glm5fn.kernels import TORCH
 from glm5fn.losses import counts, loss
 from glm5fn.model import model_specs
@@ -94,6 +94,7 @@ def make(grid, micro=1, optimizer="sgd", rows=ROWS, model=None, dtype=F64, favou
         optim=OptimConfig(name=optimizer, lr=0.1 if optimizer == "sgd" else 1e-3, warmup_steps=0, clip=0.1),
         **settings,
     )
+    data = Data(train=[rows], held_out=rows, seed=None)
     made = grid_of(grid)
     wide = F64 if config.deterministic else dtype
     compute = torch.bfloat16 if config.precision == "bf16" else dtype
@@ -101,7 +102,8 @@ def make(grid, micro=1, optimizer="sgd", rows=ROWS, model=None, dtype=F64, favou
     setup = step.Setup(
         run=config,
         device="cpu",
-        data=Data(train=rows, held_out=rows, seed=None),
+        data=data,
+        load=partial(micro_batches, data, config.data, *mesh.data_rank(grid)),
         comm=comm,
         specs=model_specs(cfg),
         trained=tuple(trained(model_specs(cfg), config.indexer.stage, config.mtp_depths)),
@@ -129,7 +131,7 @@ def first_gradient(grid, micro, settings, compiled=False):
     if compiled:
         torch._dynamo.reset()
         setup = replace(setup, loss=partial(setup.loss, block=torch.compile(block, backend="aot_eager")))
-    batches = step.micro_batches(setup.data, 0, setup.run.data, *mesh.data_rank(grid))
+    batches = setup.load(0)
     own = [counts(batch, setup.run.model, setup.comm) for batch in batches]
     count = {name: int(setup.comm.sum(sum(part[name] for part in own))) for name in own[0]}
     _, grads = step.gradient(setup, state.params, batches, count)
@@ -367,7 +369,7 @@ def test_evaluation_counts_each_row_once_on_any_number_of_ranks(grid, pools):
 def traffic_of_a_gradient(grid):
     """The exchanges of one micro-batch's gradient: kind and number of elements that go in, those of bytes in bytes."""
     setup, state = make(grid, model=tiny(hidden_size=24))
-    batches = step.micro_batches(setup.data, 0, setup.run.data, *mesh.data_rank(grid))
+    batches = setup.load(0)
     calls, kinds = [], ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
     with ExitStack() as stack:
         for kind in kinds:

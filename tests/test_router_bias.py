@@ -60,21 +60,20 @@ def one_step(grid, micro, recompute, evaluates, padded):
     """The biases before and after a step, and the loads that moved them."""
     setup, state = make(grid, micro, rows=HALF if padded else ROWS, recompute=recompute, **SETTINGS)
     before = {layer: bias.clone() for layer, bias in routers(gathered(state.params)).items()}
-    cut, balance, seen = step.micro_batches, step.balance, []
+    load, balance, seen = setup.load, step.balance, []
 
     def watched(params, load, *rest):
         seen.append(flatten(load))
         return balance(params, load, *rest)
 
-    def with_padding(*args):
-        batches = cut(*args)
+    def with_padding(start):
         segments = (torch.arange(LENGTH) < 20).long()
-        return [batch | {"segments": segments.expand_as(batch["tokens"])} for batch in batches]
+        return [batch | {"segments": segments.expand_as(batch["tokens"])} for batch in load(start)]
 
     if evaluates:
         step.evaluate(setup, state.params)
-    with patch.object(step, "micro_batches", with_padding if padded else cut), patch.object(step, "balance", watched):
-        state, _ = step.step(setup, state, stop=False)
+    with patch.object(step, "balance", watched):
+        state, _ = step.step(step.replace(setup, load=with_padding if padded else load), state, stop=False)
     if evaluates:
         step.evaluate(setup, state.params)
     (load,) = seen

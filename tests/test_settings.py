@@ -33,9 +33,12 @@ CHOICES = dict(places(RunConfig, lambda kind: get_origin(kind) is Literal))
 LESS = {"model.model_type", "model.attention", "device"}  # two have no flag, the others of one may not be there
 
 
+ROWS = {"data.skip_bad": ["--data.path", "x.jsonl"], "mesh.cp_split": ["--mesh.cp", "2"]}
+
+
 def config_with(place):
     """A config in which the setting would change something."""
-    return ["--config", "glm5-tiny" if place.startswith(("mtp.", "indexer.")) else "dense-tiny"]
+    return ["--config", "glm5-tiny" if place.startswith(("mtp.", "indexer.")) else "dense-tiny", *ROWS.get(place, [])]
 
 
 @pytest.mark.parametrize("place", BOOLEANS)
@@ -92,7 +95,7 @@ def test_every_config_can_be_run_and_reads_back_equal(tmp_path, name):
         ({"steps": "3"}, "steps ('3') must be of type int"),
         ({"steps": 3.0}, "steps (3.0) must be of type int"),
         ({"deterministic": 1}, "deterministic (1) must be of type bool"),
-        ({"data": {"path": 3}}, "data.path (3) must be of type str"),
+        ({"data": {"path": 3}}, "data.path (3) must be of type tuple"),
         ({"model": {"vocab_size": 300}}, "model.model_type, model.hidden_size, "),
         ({"layout": {"store": {"fsdp": "embed"}}}, "layout.store.fsdp ('embed') must be of type tuple"),
         ({"layout": {"store": {"fsdp": [1]}}}, "layout.store.fsdp (1) must be of type str"),

@@ -1,0 +1,170 @@
+"""Conversations as token ids, and which of them a model is to learn: what the assistant says, and how it ends."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .text import Tokenizer, tokenizer_config
+
+ASSISTANT, USER, OBSERVATION = "<|assistant|>", "<|user|>", "<|observation|>"
+ROLES = ("<|system|>", USER, ASSISTANT, OBSERVATION)
+PRIVATE = range(0xE000, 0xF900)  # characters that mean nothing by themselves
+
+Render = Callable[[Sequence[Mapping[str, Any]], Any], str]  # of messages and tools
+
+
+class Conversation(NamedTuple):
+    """ids: int64 [t]. learned: which of them are labels [t]; none of an empty one."""
+
+    ids: np.ndarray
+    learned: np.ndarray
+
+
+EMPTY = Conversation(np.zeros(0, np.int64), np.zeros(0, bool))
+
+
+def open_template(tokenizer: str, path: str | None) -> Render:
+    """A chat template: the file that is named, or the one in the tokenizer's directory.
+
+    There it is chat_template.jinja, or the `chat_template` of tokenizer_config.json. It runs in Jinja's sandbox, with
+    what Hugging Face's templates expect. Raises ValueError that names the file if there is none, or none that is one.
+    """
+    directory = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
+    file = Path(path) if path is not None else directory / "chat_template.jinja"
+    settings = {} if tokenizer == "bytes" else tokenizer_config(directory)
+    if file.is_file():
+        text = file.read_text(encoding="utf-8")
+    else:
+        found = settings.get("chat_template") if path is None else None
+        named = {each["name"]: each["template"] for each in found} if isinstance(found, list) else {"default": found}
+        text, file = named.get("default"), file if path is not None else directory / "tokenizer_config.json"
+        if not isinstance(text, str):
+            raise ValueError(f"{file}: has no chat template: set data.template to a Jinja file")
+    try:
+        template = environment().from_string(text)
+    except TemplateError as error:
+        raise ValueError(f"{file}: must be a Jinja template ({error})") from error
+    tokens = {name: text_of(token) for name, token in settings.items() if name.endswith("_token")}
+
+    def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+        try:
+            return template.render(messages=messages, tools=tools, add_generation_prompt=False, **tokens)
+        except Exception as error:  # a template can raise anything
+            raise ValueError(f"the chat template cannot render it ({error})") from error
+
+    return render
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+
+    def refuse(message: str) -> str:
+        raise TemplateError(message)
+
+    made.filters["tojson"] = lambda value, ensure_ascii=False, **how: json.dumps(
+        value, ensure_ascii=ensure_ascii, **how
+    )
+    made.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return made
+
+
+def text_of(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def encode_chat(
+    row: Mapping[str, Any], tokenizer: Tokenizer, render: Render, ends: Sequence[int], longest: int, control: bool
+) -> Conversation:
+    """The tokens of a row with `messages`, and perhaps `tools`. Raises ValueError for one that is none.
+
+    What follows <|assistant|> is learned up to the token that ends the turn and this one too, if it is one of `ends`:
+    in GLM's models that is the role of what comes next. Where nothing comes, it is put there. What the template writes
+    by itself behind <|assistant|> is learned too, since the model, which is asked with this token, must write it.
+
+    longest: how many tokens may predict another. Of a longer conversation the last turns are left out, until the rest
+    fits and ends with an answer; if none does, the conversation is empty. control: what reads like a control token in
+    a message is one; else only the template makes them.
+    """
+    messages, tools = checked(row)
+    if not control:
+        messages, tools = broken([messages, tools], tokenizer, mark := unused(row))
+    else:
+        mark = ""
+    answers = [n for n, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    for n in dict.fromkeys([len(messages), *reversed(answers)]) if answers else ():
+        ids = encode_rendered(render(messages[:n], tools), tokenizer, mark)
+        found = with_labels(ids, tokenizer, ends, calls=bool(messages[n - 1].get("tool_calls")))
+        if len(found.ids) <= longest + 1:
+            return found
+    return EMPTY
+
+
+def checked(row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], Any]:
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("'messages' must be a list of at least one message")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {number} must be an object with a role")
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a message has half a surrogate pair, must be Unicode text ({error.reason})") from error
+    return messages, row.get("tools") or None
+
+
+def unused(row: Mapping[str, Any]) -> str:
+    """A character that the row does not have."""
+    there = set(json.dumps(row, ensure_ascii=False))
+    return next(char for char in map(chr, PRIVATE) if char not in there)
+
+
+def broken(value: Any, tokenizer: Tokenizer, mark: str) -> Any:
+    """The value, with the mark in all of its strings behind whatever could begin a control token."""
+    begins = re.compile("[" + re.escape("".join({name[0] for name in tokenizer.control})) + "]")
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, str):
+            return begins.sub(lambda found: found[0] + mark, value)
+        if isinstance(value, dict):
+            return {walk(key): walk(item) for key, item in value.items()}
+        return [walk(item) for item in value] if isinstance(value, list) else value
+
+    return walk(value)
+
+
+def encode_rendered(text: str, tokenizer: Tokenizer, mark: str) -> np.ndarray:
+    """The ids of a rendered conversation: control tokens by name, and the text between them, without the marks."""
+    names = sorted(tokenizer.control, key=len, reverse=True)
+    pieces = re.split("(" + "|".join(map(re.escape, names)) + ")", text)  # text, control token, text, ...
+    texts = [piece.replace(mark, "") if mark else piece for piece in pieces[::2]]
+    ids: list[Any] = [[tokenizer.control[name]] for name in pieces[1::2]]
+    for n, found in enumerate(tokenizer.encode(texts)):
+        ids.insert(2 * n, found)
+    return np.concatenate(ids).astype(np.int64)
+
+
+def with_labels(ids: np.ndarray, tokenizer: Tokenizer, ends: Sequence[int], calls: bool) -> Conversation:
+    """Which of the ids are learned; with the end of an answer that nothing follows. calls: tools, in that answer."""
+    if ASSISTANT not in tokenizer.control:
+        raise ValueError(f"the tokenizer has no {ASSISTANT}, by which answers are found: it must be one of GLM's")
+    assistant = tokenizer.control[ASSISTANT]
+    borders = [*ends, *(tokenizer.control[role] for role in ROLES if role in tokenizer.control)]
+    learned = np.zeros(len(ids), bool)
+    places = [*np.flatnonzero(np.isin(ids, borders)).tolist(), len(ids)]
+    for place, after in pairwise(places):
+        if ids[place] == assistant:
+            learned[place + 1 : after + (after < len(ids) and ids[after] in ends)] = True
+    if len(places) > 1 and ids[places[-2]] == assistant:
+        last = tokenizer.control.get(OBSERVATION if calls else USER, ends[0])
+        ids = np.append(ids, last if last in ends else ends[0])
+        learned = np.append(learned, True)
+    return Conversation(ids, learned)
