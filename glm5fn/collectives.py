@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from .comm import Comm, Span, Tree, local
 from .fetch import Started, finish, start
 from .mesh import Grid
+from .ops import upcast
 
 
 def comm_for(grid: Grid | None, dtype: torch.dtype, grad_dtype: torch.dtype) -> Comm:
@@ -102,7 +103,9 @@ def exchange_experts(
     mesh: DeviceMesh,
     shares_of: Callable[[Tensor, int], Sequence[list[int]]] = lambda counts, rows: counts.tolist(),
 ) -> Float[Tensor, "n d"]:
-    """Send each token to the ranks of its experts, and add up what comes back, weighed, at home.
+    """Send each token, and its share, to the ranks of its experts, and add up at home what comes back.
+
+    Each row is computed as one process would, in the same order of operations, and added in the order of experts.
 
     shares_of: (how many rows go to each rank and how many come from it [2, r], how many go in all) -> two lists.
     """
@@ -117,10 +120,9 @@ def exchange_experts(
     received = functional.wait_tensor(received)
     give, take = shares_of(torch.stack((sent, received)).view(2, ranks, held).sum(-1), len(slots))
     rows = functional.all_to_all_single_autograd(x.index_select(0, source), take, give, mesh)
-    experts = torch.arange(held, device=x.device).repeat(ranks).repeat_interleave(received, output_size=sum(take))
-    ones = weights.new_ones(len(experts), 1)
-    done = kernel(rows, experts[:, None], ones, gate_up, down)
-    back = functional.all_to_all_single_autograd(done, give, take, mesh)
     shares = weights.flatten().index_select(0, order)[:, None]
-    total = torch.zeros_like(x, dtype=shares.dtype).index_add(0, source, back * shares)
-    return total.type_as(x)
+    shares = functional.all_to_all_single_autograd(shares, take, give, mesh)
+    experts = torch.arange(held, device=x.device).repeat(ranks).repeat_interleave(received, output_size=sum(take))
+    done = kernel(rows, experts[:, None], shares, gate_up, down)
+    back = functional.all_to_all_single_autograd(done, give, take, mesh)
+    return torch.zeros_like(upcast(x)).index_add(0, source, upcast(back)).type_as(x)

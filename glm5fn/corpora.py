@@ -36,11 +36,11 @@ class Vocabulary(Protocol):
 def refuse(cfg: DataConfig, model: Vocabulary) -> None:
     """Raise ValueError for what can be seen without reading the data: names, and a tokenizer that does not fit."""
     for path in map(Path, cfg.path):
-        if is_shards(path):
-            shards_of(path)
-        elif not path.is_file():
+        if not path.exists() or (path.is_dir() and not is_shards(path)):
             what = "is a directory without token shards" if path.is_dir() else "is not there"
             raise ValueError(f"{path}: {what}: data.path must be a file, or a directory of shards")
+        if is_shards(path):
+            shards_of(path)
         elif not path.name.endswith((*SUFFIXES, ".safetensors")):
             raise ValueError(f"{path}: data.path must end in one of {', '.join((*SUFFIXES, '.safetensors', '.idx'))}")
         elif path.stat().st_size == 0:
@@ -102,6 +102,9 @@ def open_data(cfg: DataConfig, model: Vocabulary, seed: int) -> Data:
         if cfg.held_out and not held:
             notices.append(f"{name}: is one window: none is held out")
     order = spread(cfg.weights) if cfg.weights else (0,)
+    if cfg.weights and len(set(order)) < len(train):
+        never = [name for n, name in enumerate(cfg.path) if n not in set(order)]
+        raise ValueError(f"{', '.join(never)}: data.weights are so small that it would never be read: raise them")
     if not cfg.weights:
         train = [Joined([part for joined in train for part in joined.sets])]
     return Data(train=train, held_out=Joined(held_out), seed=seed, order=order, notices=tuple(notices))

@@ -226,6 +226,8 @@ class Shards:
     def add(self, encoded: Encoded) -> None:
         """Write the documents of the next block; the last one may go on in the block that follows."""
         lengths = np.diff(encoded.ends, prepend=-self.open)
+        if lengths.max(initial=0) > np.iinfo("<i4").max:
+            raise ValueError(f"a document has {lengths.max()} tokens: cut it, the format counts to 2 ** 31 - 1")
         self.data.write(encoded.ids.tobytes())
         self.lengths.write(lengths.astype("<i4").tobytes())
         rest = len(encoded.ids) - (encoded.ends[-1] if len(encoded.ends) else -self.open)

@@ -100,6 +100,11 @@ def test_weights_say_how_many_of_the_samples_are_of_each_path_wherever_one_looks
         assert not np.array_equal(epochs[0], epochs[1])
 
 
+def test_a_path_that_would_never_be_read_is_refused(files):
+    with pytest.raises(ValueError, match=r"b\.txt: data\.weights are so small that it would never be read"):
+        open_(files / "a.jsonl", files / "b.txt", weights=(1.0, 1e-6))
+
+
 @pytest.mark.parametrize("weights", [(1.0,), (3, 1), (1 / 3, 1 / 3, 1 / 3), (0.9999, 0.0001), (5, 2, 2, 1, 0.5)])
 def test_the_pattern_of_weights_is_as_even_as_can_be(weights):
     order = np.array(spread(weights))

@@ -170,7 +170,8 @@ def test_a_run_killed_on_any_grid_goes_on_with_the_bits_of_one_that_was_not(name
     run = start(*settings, "--out", out)
     wait_for(lambda: steps_done(out) >= 10)
     os.kill(max(processes_of(out)), signal.SIGKILL)
-    assert finish(run)[0] == 1 and not processes_of(out)
+    code, printed = finish(run)
+    assert code == 1 and not processes_of(out), printed
     code, printed = finish(start(*settings, "--out", out, "--resume", "auto"), 300)
     assert code == 0 and "resuming" in printed, printed
     one, other = weights(tmp_path / "straight", 20), weights(out, 20)
