@@ -53,10 +53,10 @@ def test_by_default_layouts_differ_by_rounding_alone(precision, average, tmp_pat
         assert precision == "bf16" or max(norms) <= 1e-4
 
 
-# Runs on grids against one process. Their losses differ by rounding alone until rounding moves a score across a cut: a
-# token takes another expert, a query another key, and from there on they are two trainings of one recipe. Of
-# thousands of choices a step this happens to a few in a hundred steps of moe-tiny and dsa-tiny, and in twelve layers, all
-# of whose indexers are new, within the first steps. The tests in fp64 (test_layouts.py) have no such cut nearby.
+# Runs on grids against one process. Their losses differ by rounding alone until it moves a score across a cut: a token
+# takes another expert, a query another key, and from there on they are two trainings of one recipe. Of thousands of
+# choices a step this happens to a few in a hundred steps of moe-tiny and dsa-tiny, and in the twelve layers of
+# glm5-tiny, whose scores are still close together, from the first steps on. test_layouts.py compares exactly.
 GRIDS = {
     "moe-tiny": {"ep2": ["--mesh.dp-shard", "2", "--mesh.ep", "2"]},
     "dsa-tiny": {"dp2": ["--mesh.dp-shard", "2"], "cp2": ["--mesh.cp", "2"]},
