@@ -174,6 +174,7 @@ def test_neither_evaluation_nor_a_forward_pass_computes_it(monkeypatch):
         run=run,
         device="cpu",
         data=None,
+        load=lambda start: [batch],
         comm=LOCAL,
         specs=model_specs(CFG),
         trained=(),

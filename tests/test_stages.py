@@ -108,7 +108,7 @@ def test_a_run_that_stops_and_goes_on_within_a_stage_equals_one_that_does_not(go
     go("straight", stage, 3)
     go("parts", stage, 2)
     go("parts", stage, 3)
-    clock = {"tokens_per_second", "mfu"}
+    clock = {"tokens_per_second", "mfu", "data_seconds"}
     for one, other in zip(*(read_metrics(tmp_path / name) for name in ("straight", "parts")), strict=True):
         assert all(one[name] == other[name] for name in one.keys() - clock - {"eval_loss", "eval_perplexity"})
     for one, other in zip(weights(tmp_path / "straight"), weights(tmp_path / "parts"), strict=True):

@@ -15,6 +15,7 @@ FALL = {  # what falls in each run; where the indexers alone learn, nothing else
     "dsa-tiny": {"loss"},
     "mtp-tiny": {"loss", "mtp_1"},
     "glm5-tiny": {"loss", "mtp_1", "mtp_2", "mtp_3"},
+    "sft-tiny": {"loss", "mtp_1", "mtp_2", "mtp_3"},
     "dsa-warmup-tiny": {"kl"},
 }
 EACH = pytest.mark.parametrize("name", FALL)
@@ -42,6 +43,7 @@ def averages(records, name, ends):
 @EACH
 def test_a_shrunken_one_learns_for_three_steps(name, tmp_path):
     size = ["--data.seq-len", "12", "--data.global-batch", "4", "--data.micro-batch", "2"]
+    size += ["--data.kind", "text"] if RUNS[name].data.kind == "chat" else []
     flags = ["--config", name, *shrunk(name), *size, "--optim.warmup-steps", "0", "--optim.lr", "2e-3"]
     data = fixed(tmp_path / "one.safetensors", 1, 2, 3, 4)  # the same batch in each step
     assert train(*flags, "--data.path", data, "--out", tmp_path / "x", "--steps", "3") == 0
