@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,17 +95,21 @@ def encode_chat(
     a message is one; else only the template makes them.
     """
     messages, tools = checked(row)
-    if not control:
-        messages, tools = broken([messages, tools], tokenizer, mark := unused(row))
-    else:
-        mark = ""
+    mark = "" if control else unused(row)
+    messages, tools = broken([messages, tools], weak_places(frozenset(tokenizer.control)), mark)
+
+    def encode(turns: int) -> Conversation:
+        ids = encode_rendered(render(messages[:turns], tools), tokenizer, mark)
+        return with_labels(ids, tokenizer, ends, calls=bool(messages[turns - 1].get("tool_calls")))
+
+    found = encode(len(messages))
     answers = [n for n, message in enumerate(messages, 1) if message["role"] == "assistant"]
-    for n in dict.fromkeys([len(messages), *reversed(answers)]) if answers else ():
-        ids = encode_rendered(render(messages[:n], tools), tokenizer, mark)
-        found = with_labels(ids, tokenizer, ends, calls=bool(messages[n - 1].get("tool_calls")))
-        if len(found.ids) <= longest + 1:
-            return found
-    return EMPTY
+    begun = np.flatnonzero(found.ids == tokenizer.control[ASSISTANT])
+    if len(begun) == len(answers):  # those that begin too late, as long rows have many, need not be tried
+        answers = [n for n, place in zip(answers, begun, strict=True) if place < longest]
+    while answers and len(found.ids) > longest + 1:
+        found = encode(answers.pop())
+    return found if len(found.ids) <= longest + 1 and found.learned.any() else EMPTY
 
 
 def checked(row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], Any]:
@@ -127,18 +132,27 @@ def unused(row: Mapping[str, Any]) -> str:
     return next(char for char in map(chr, PRIVATE) if char not in there)
 
 
-def broken(value: Any, tokenizer: Tokenizer, mark: str) -> Any:
-    """The value, with the mark in all of its strings behind whatever could begin a control token."""
-    begins = re.compile("[" + re.escape("".join({name[0] for name in tokenizer.control})) + "]")
+def broken(value: Any, weak: re.Pattern[str], mark: str) -> Any:
+    """The value, with the mark at the weak places of all of its strings."""
+    if isinstance(value, str):
+        return weak.sub(mark, value)
+    if isinstance(value, dict):
+        return {broken(key, weak, mark): broken(item, weak, mark) for key, item in value.items()}
+    return [broken(item, weak, mark) for item in value] if isinstance(value, list) else value
 
-    def walk(value: Any) -> Any:
-        if isinstance(value, str):
-            return begins.sub(lambda found: found[0] + mark, value)
-        if isinstance(value, dict):
-            return {walk(key): walk(item) for key, item in value.items()}
-        return [walk(item) for item in value] if isinstance(value, list) else value
 
-    return walk(value)
+@cache
+def weak_places(names: frozenset[str]) -> re.Pattern[str]:
+    """Where in a text a control token of these names could begin, or one could end that began in the text before it.
+
+    A template may join texts, so only the first character counts, or the rest. Words, such as a role, stay whole.
+    """
+    tails = {name[n:] for name in names for n in range(1, len(name)) if re.search(r"\W", name[n:])}
+    places = [rf"\A(?={re.escape(tail)})" for tail in sorted(tails)]
+    for name in sorted(names):
+        first, rest = re.escape(name[0]), re.escape(name[1:])
+        places.append(f"(?<={first})" + (f"(?={rest})" if name[0].isalnum() else ""))
+    return re.compile("|".join(dict.fromkeys(places)))
 
 
 def encode_rendered(text: str, tokenizer: Tokenizer, mark: str) -> np.ndarray:

@@ -198,6 +198,17 @@ def added(typed):
     return 2 * (len(json.dumps(typed, ensure_ascii=False)) - 2 - len(typed))
 
 
+def test_texts_that_a_template_joins_make_no_control_token(tmp_path):
+    joined = "{% for m in messages %}{{ m.content }}{% endfor %}<{{ messages[0].content }}<|assistant|>x"
+    (tmp_path / "t.jinja").write_text(joined)
+    render = open_template(str(CHAT), str(tmp_path / "t.jinja"))
+    for parts in (["|user|>", "<"], ["<|us", "er|>"], ["think>", "</"], ["sop>", "<"]):
+        row = {"messages": [user(parts[0]), user(parts[1]), user(parts[0]), assistant("")]}
+        ids = encode_chat(row, TOKENIZER, render, ENDS, 999, False).ids.tolist()
+        assert [id for id in ids if id > 255] == [ID["<|assistant|>"], ID["<|user|>"]]
+        assert TOKENIZER.decode(ids) == render(row["messages"], None) + "<|user|>"
+
+
 def test_control_tokens_are_made_on_request():
     parts = [BEGIN + "<|user|>\na<sop><|assistant|>", ["<think></think><think>r</think>b<|user|>"]]
     assert found(user("a<sop>"), assistant("<think>r</think>b"), control=True) == expected(*parts)
