@@ -164,15 +164,15 @@ GRIDS = {
 def test_a_run_killed_on_any_grid_goes_on_with_the_bits_of_one_that_was_not(name, tmp_path):
     sizes = ["--data.seq-len", "64", "--data.global-batch", "4", "--data.micro-batch", "1", "--data.held-out", "0"]
     settings = ["--config", name, *GRIDS[name], *sizes, "--steps", "20", "--checkpoint.every", "4"]
-    code, printed = finish(start(*settings, "--out", tmp_path / "straight"), 300)
+    code, printed = finish(start(*settings, "--out", tmp_path / "straight"), 900)
     assert code == 0, printed
     out = tmp_path / "killed"
     run = start(*settings, "--out", out)
-    wait_for(lambda: steps_done(out) >= 10)
+    wait_for(lambda: steps_done(out) >= 10, seconds=900)
     os.kill(max(processes_of(out)), signal.SIGKILL)
     code, printed = finish(run)
     assert code == 1 and not processes_of(out), printed
-    code, printed = finish(start(*settings, "--out", out, "--resume", "auto"), 300)
+    code, printed = finish(start(*settings, "--out", out, "--resume", "auto"), 900)
     assert code == 0 and "resuming" in printed, printed
     one, other = weights(tmp_path / "straight", 20), weights(out, 20)
     assert all(torch.equal(leaf, other[key]) for key, leaf in one.items())
