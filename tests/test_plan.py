@@ -36,7 +36,7 @@ def told(tmp_path, monkeypatch, capsys):
     return told
 
 
-QUICK = ("dense-dp2", "glm5-cp2-ep2", "moe-0.5b")
+QUICK = ("dense-dp2", "glm5-cp2-ep2")
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RUNS]
 
 

@@ -70,7 +70,7 @@ def straight_and_resumed(grid, root: Path):
     return ends
 
 
-QUICK = ("cp 2 x ep 2", "replicate 2 x shard 2 x ep 2")
+QUICK = ("cp 2 x ep 2",)
 EACH_GRID = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in GRIDS]
 
 
