@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cache
 from itertools import pairwise
@@ -13,7 +14,7 @@ import numpy as np
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .text import Tokenizer, tokenizer_config
+from .text import Tokenizer, token_name, tokenizer_config, with_control
 
 ASSISTANT, USER, OBSERVATION = "<|assistant|>", "<|user|>", "<|observation|>"
 ROLES = ("<|system|>", USER, ASSISTANT, OBSERVATION)
@@ -53,7 +54,7 @@ def open_template(tokenizer: str, path: str | None) -> Render:
         template = environment().from_string(text)
     except TemplateError as error:
         raise ValueError(f"{file}: must be a Jinja template ({error})") from error
-    tokens = {name: text_of(token) for name, token in settings.items() if name.endswith("_token")}
+    tokens = {name: token_name(token) for name, token in settings.items() if name.endswith("_token")}
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
         try:
@@ -75,10 +76,6 @@ def environment() -> ImmutableSandboxedEnvironment:
     )
     made.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     return made
-
-
-def text_of(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def encode_chat(
@@ -157,13 +154,11 @@ def weak_places(names: frozenset[str]) -> re.Pattern[str]:
 
 def encode_rendered(text: str, tokenizer: Tokenizer, mark: str) -> np.ndarray:
     """The ids of a rendered conversation: control tokens by name, and the text between them, without the marks."""
-    names = sorted(tokenizer.control, key=len, reverse=True)
-    pieces = re.split("(" + "|".join(map(re.escape, names)) + ")", text)  # text, control token, text, ...
-    texts = [piece.replace(mark, "") if mark else piece for piece in pieces[::2]]
-    ids: list[Any] = [[tokenizer.control[name]] for name in pieces[1::2]]
-    for n, found in enumerate(tokenizer.encode(texts)):
-        ids.insert(2 * n, found)
-    return np.concatenate(ids).astype(np.int64)
+
+    def encode(texts: list[str]) -> list[np.ndarray]:
+        return tokenizer.encode([text.replace(mark, "") if mark else text for text in texts])
+
+    return with_control(replace(tokenizer, encode=encode)).encode([text])[0].astype(np.int64)
 
 
 def with_labels(ids: np.ndarray, tokenizer: Tokenizer, ends: Sequence[int], calls: bool) -> Conversation:

@@ -148,7 +148,8 @@ def read_chats(
 ) -> tuple[list[Corpus], list[str]]:
     """The conversations of a file that have a label; the others are counted."""
     template = open_template(cfg.tokenizer, cfg.template)
-    ends = model.eos_token_id or [*filter(None, [tokenizer.end])]
+    assert tokenizer.end is not None  # as tokenizer_for makes sure
+    ends = model.eos_token_id or (tokenizer.end,)
 
     def read(line: bytes) -> Conversation:
         return encode_chat(read_object(line), tokenizer, template, ends, cfg.seq_len, cfg.control_tokens)

@@ -246,7 +246,7 @@ class Shards:
         """Put what is written on disk, and then how far it goes."""
         for file in (self.data, self.lengths):
             file.flush()
-            os.fsync(file.fileno())
+            sync(Path(file.name))
         self.write(PROGRESS)
         self.recorded = time.monotonic()
 
@@ -264,8 +264,7 @@ class Shards:
         lengths = np.fromfile(self.path(".lengths"), "<i4")
         with self.path(".idx").open("wb") as file:
             write_index(file, self.settings.kind, lengths)
-            file.flush()
-            os.fsync(file.fileno())
+        sync(self.path(".idx"))
         self.data.close()
         self.lengths.close()
         old = self.path(".lengths")

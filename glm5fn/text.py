@@ -96,7 +96,11 @@ def open_tokenizer(name: str, end: int | str | None) -> Tokenizer:
 
 def eos_token(directory: Path) -> str | None:
     """The token that ends a text, by a tokenizer's own settings."""
-    token = tokenizer_config(directory).get("eos_token")
+    return token_name(tokenizer_config(directory).get("eos_token"))
+
+
+def token_name(token: Any) -> Any:
+    """A token of a tokenizer_config.json, which has it as its name or as an object with it."""
     return token.get("content") if isinstance(token, dict) else token
 
 
