@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .text import Tokenizer, token_name, tokenizer_config, with_control
@@ -65,8 +67,19 @@ def open_template(tokenizer: str, path: str | None) -> Render:
     return render
 
 
+class Generation(Extension):
+    """`{% generation %}`, by which some templates mark what is learned; here the control tokens tell."""
+
+    tags = frozenset({"generation"})  # pyright: ignore[reportAssignmentType]
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 def environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
 
     def refuse(message: str) -> str:
         raise TemplateError(message)
@@ -116,17 +129,46 @@ def checked(row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], Any]:
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {number} must be an object with a role")
+        content, calls = message.get("content"), message.get("tool_calls")
+        if not isinstance(content, str | list | None):
+            raise ValueError(f"message {number}'s content is of type {type(content).__name__}, must be a text or parts")
+        if not isinstance(calls, list | None):
+            raise ValueError(f"message {number}'s tool_calls are of type {type(calls).__name__}, must be a list")
+    if not isinstance(row.get("tools"), list | None):
+        raise ValueError(f"'tools' is of type {type(row['tools']).__name__}, must be a list")
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"a message has half a surrogate pair, must be Unicode text ({error.reason})") from error
-    return messages, row.get("tools") or None
+    return [with_arguments(message) for message in messages], row.get("tools") or None
+
+
+def with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with the arguments of its calls as objects, which is what templates expect; some write JSON texts."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                read = json.loads(function["arguments"])
+            except ValueError as error:
+                raise ValueError(f"the arguments of a call must be an object, or JSON of one ({error})") from error
+            call = {**call, "function": {**function, "arguments": read}}
+        calls.append(call)
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def unused(row: Mapping[str, Any]) -> str:
-    """A character that the row does not have."""
-    there = set(json.dumps(row, ensure_ascii=False))
-    return next(char for char in map(chr, PRIVATE) if char not in there)
+    """A character that the row does not have, neither as it is nor as JSON may escape it."""
+    there = json.dumps(row, ensure_ascii=False)
+    for char in map(chr, PRIVATE):
+        if char not in there and escaped(char) not in there:
+            return char
+    raise ValueError("the row has all the characters from U+E000 to U+F8FF: it must leave one unused")
+
+
+def escaped(char: str) -> str:
+    return json.dumps(char)[1:-1]
 
 
 def broken(value: Any, weak: re.Pattern[str], mark: str) -> Any:
@@ -156,7 +198,10 @@ def encode_rendered(text: str, tokenizer: Tokenizer, mark: str) -> np.ndarray:
     """The ids of a rendered conversation: control tokens by name, and the text between them, without the marks."""
 
     def encode(texts: list[str]) -> list[np.ndarray]:
-        return tokenizer.encode([text.replace(mark, "") if mark else text for text in texts])
+        marks = (mark, escaped(mark)) if mark else ()
+        for each in marks:
+            texts = [text.replace(each, "") for text in texts]
+        return tokenizer.encode(texts)
 
     return with_control(replace(tokenizer, encode=encode)).encode([text])[0].astype(np.int64)
 

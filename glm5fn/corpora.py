@@ -82,7 +82,7 @@ def open_data(cfg: DataConfig, model: Vocabulary, seed: int) -> Data:
     """
     refuse(cfg, model)
     if cfg.path and Path(cfg.path[0]).suffix == ".safetensors":
-        return open_samples(Path(cfg.path[0]), cfg.seq_len, model.vocab_size)
+        return told(open_samples(Path(cfg.path[0]), cfg.seq_len, model.vocab_size), cfg)
     train, held_out, notices = [], [], []
     for path in map(Path, cfg.path) if cfg.path else (None,):
         corpora, said = open_corpora(path, cfg, model)
@@ -107,7 +107,14 @@ def open_data(cfg: DataConfig, model: Vocabulary, seed: int) -> Data:
         raise ValueError(f"{', '.join(never)}: data.weights are so small that it would never be read: raise them")
     if not cfg.weights:
         train = [Joined([part for joined in train for part in joined.sets])]
-    return Data(train=train, held_out=Joined(held_out), seed=seed, order=order, notices=tuple(notices))
+    return told(Data(train=train, held_out=Joined(held_out), seed=seed, order=order, notices=tuple(notices)), cfg)
+
+
+def told(data: Data, cfg: DataConfig) -> Data:
+    """The data, with a notice if a step does not find as many samples as it reads."""
+    count, wanted = sum(map(len, data.train)), cfg.global_batch
+    said = f"{count} samples are fewer than data.global-batch ({wanted}): each step reads some of them more than once"
+    return replace(data, notices=(*data.notices, said)) if count < wanted else data
 
 
 def windows_of(corpus: Corpus, cfg: DataConfig) -> Windows | Packed:

@@ -69,6 +69,7 @@ def inspect_data(
         template=template,
         packing=packing,
         seq_len=seq_len,
+        global_batch=1,
         held_out=0.0,
     )
     ids = Ids(own.size, known if own.end is None or own is BYTES else tuple(dict.fromkeys((*known, own.end))))

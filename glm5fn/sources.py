@@ -62,8 +62,7 @@ def unpacked(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         if path.suffix == ".gz":
             yield raw, io.BufferedReader(gzip.GzipFile(fileobj=raw))  # pyright: ignore[reportArgumentType]
         elif path.suffix == ".zst":
-            reader = library("zstandard", path).ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-            yield raw, io.BufferedReader(reader)
+            yield raw, io.BufferedReader(library("pyarrow", path).CompressedInputStream(raw, "zstd"))
         else:
             yield raw, raw
 
@@ -90,8 +89,12 @@ def line_blocks(path: Path) -> Iterator[Block]:
 
 
 def lines_of(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Of a line that is too long, the beginning alone."""
     try:
-        yield from iter(lambda: file.readline(LONGEST_LINE + 1), b"")
+        while line := file.readline(LONGEST_LINE + 1):
+            yield line
+            while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+                line = file.readline(LONGEST_LINE + 1)
     except Exception as error:  # each library of packed files has its own
         raise ValueError(f"{path}: cannot be unpacked ({error}): is it whole?") from error
 
@@ -128,11 +131,29 @@ def parquet_blocks(path: Path, field: str) -> Iterator[Block]:
                 raise ValueError(f"has no column {field!r}, has {', '.join(file.schema_arrow.names)}: set data.field")
             first = 1
             for batch in file.iter_batches(batch_size=256, columns=[field]):
-                rows = batch.column(0).to_pylist()
+                rows = texts_of(batch.column(0))
                 yield Block(path, first, rows, "texts", total * len(rows) // max(count, 1))
                 first += len(rows)
     except (ValueError, OSError) as error:  # pyarrow's own are among them
         raise ValueError(f"{path}: cannot be read ({error})") from error
+
+
+def texts_of(column: Any) -> list[Any]:
+    """The values of a column; of one that claims to be text and is not, the bytes."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        raw = column.view("binary" if column.type == "string" else "large_binary").to_pylist()
+        return [value if value is None or broken(value) else value.decode() for value in raw]
+
+
+def broken(text: bytes) -> str | None:
+    """Why bytes are no UTF-8; None if they are."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return error.reason
+    return None
 
 
 def encode_block(block: Block, tokenizer: Tokenizer, kind: np.dtype, field: str, skip_bad: bool) -> Encoded:
@@ -193,6 +214,8 @@ def text_of(row: dict[str, Any], field: str) -> str:
 
 def checked(text: Any, field: str) -> str:
     """A text that can be encoded. It is taken as it is, NUL and line ends included."""
+    if isinstance(text, bytes) and (reason := broken(text)):
+        raise ValueError(f"{field!r} must be UTF-8 ({reason})")
     if not isinstance(text, str):
         raise ValueError(f"{field!r} is of type {type(text).__name__}, must be a string")
     try:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lines import NO_OBJECTS, PACKED, WAYS
 from tiny import PLAIN, tiny
 from training import train
 from transformers import PreTrainedTokenizerFast
@@ -150,6 +151,12 @@ def test_parts_of_a_message_are_its_text():
     assert found(user(parts), assistant("c")) == found(user("ab"), assistant("c"))
 
 
+def test_arguments_of_a_call_may_be_the_text_of_their_json():
+    call = {"type": "function", "function": {"name": "look", "arguments": json.dumps({"x": "1", "n": 2})}}
+    told = found(user("a"), assistant("", tool_calls=[call]))
+    assert told == found(user("a"), assistant("", tool_calls=calls(x="1", n=2)))
+
+
 TURNS = [user("a"), assistant("b", reasoning_content="r" * 9), user("c" * 20), assistant("d"), user("e" * 30)]
 
 
@@ -209,6 +216,15 @@ def test_texts_that_a_template_joins_make_no_control_token(tmp_path):
         assert TOKENIZER.decode(ids) == render(row["messages"], None) + "<|user|>"
 
 
+def test_a_template_may_escape_what_is_typed_and_mark_what_is_learned(tmp_path):
+    text = "{% for m in messages %}{% generation %}<|assistant|>{{ m.content | tojson(ensure_ascii=True) }}"
+    (tmp_path / "t.jinja").write_text(text + "{% endgeneration %}{% endfor %}")
+    render = open_template(str(CHAT), str(tmp_path / "t.jinja"))
+    row = {"messages": [assistant("<|user|>\ue000\u4e16")]}
+    ids = encode_chat(row, TOKENIZER, render, ENDS, 999, False).ids.tolist()
+    assert ids == [*read("<|assistant|>"), *b'"<|user|>\\ue000\\u4e16"', *read("<|user|>")]
+
+
 def test_control_tokens_are_made_on_request():
     parts = [BEGIN + "<|user|>\na<sop><|assistant|>", ["<think></think><think>r</think>b<|user|>"]]
     assert found(user("a<sop>"), assistant("<think>r</think>b"), control=True) == expected(*parts)
@@ -229,7 +245,10 @@ def open_chat(tmp_path, conversations, **settings):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
     cfg = DataConfig(
-        path=(str(path),), kind="chat", tokenizer=str(CHAT), **({"held_out": 0.0, "seq_len": 64} | settings)
+        path=(str(path),),
+        kind="chat",
+        tokenizer=str(CHAT),
+        **({"held_out": 0.0, "seq_len": 64, "global_batch": 1} | settings),
     )
     return open_data(cfg, MODEL, seed=0)
 
@@ -256,6 +275,13 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path):
         ({"messages": [user("\ud800"), assistant("b")]}, "has half a surrogate pair"),
         ({"messages": [user("a"), assistant("b"), {"role": "judge"}]}, "role judge must be system, user, assistant or"),
         ({"messages": [user("a"), assistant("b", tool_calls=[3])]}, "the chat template cannot render it"),
+        ({"messages": [user("a"), assistant("b", tool_calls={})]}, "message 2's tool_calls are of type dict"),
+        ({"messages": [user(7), assistant("b")]}, "message 1's content is of type int, must be a text or parts"),
+        ({"messages": [user("a"), assistant("b")], "tools": "look"}, "'tools' is of type str, must be a list"),
+        (
+            {"messages": [user("a"), assistant("b", tool_calls=[{"function": {"name": "f", "arguments": "{x"}}])]},
+            "the arguments of a call must be an object, or JSON of one",
+        ),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(row, said, tmp_path):
@@ -276,6 +302,43 @@ HOSTILE = [
     "{{ raise_exception('no') }}",
     "{{ cycler.__init__.__globals__.os.system('true') }}",
 ]
+
+
+CONVERSATIONS = [{"messages": [user("q" * n), assistant("\u2028 \u0085\r\n" + "a" * n)]} for n in range(1, 5)]
+
+
+def read_rows(path, raw, **settings):
+    path.write_bytes(raw)
+    cfg = DataConfig(
+        path=(str(path),), kind="chat", tokenizer=str(CHAT), seq_len=64, held_out=0.0, global_batch=1, **settings
+    )
+    return open_data(cfg, MODEL, seed=0)
+
+
+def corpus_of(data):
+    return data.train[0].sets[0].whole.corpus.tokens.tolist()
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+@pytest.mark.parametrize("way", WAYS)
+def test_however_the_lines_are_written_the_conversations_are_the_same(tmp_path, way, suffix):
+    lines = [json.dumps(row, ensure_ascii=False).encode() for row in CONVERSATIONS]
+    data = read_rows(tmp_path / f"rows{suffix}", PACKED[suffix](WAYS[way](lines)))
+    assert corpus_of(data) == [id for row in CONVERSATIONS for id in found(*row["messages"])[0]]
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+@pytest.mark.parametrize(("bad", "what"), NO_OBJECTS, ids=lambda value: str(value)[:40])
+def test_a_line_that_is_no_row_is_refused_with_its_file_and_number(tmp_path, monkeypatch, bad, what, suffix):
+    monkeypatch.setattr("glm5fn.sources.LONGEST_LINE", 199_999)
+    lines = [json.dumps(row).encode() for row in CONVERSATIONS]
+    path, raw = tmp_path / f"rows{suffix}", PACKED[suffix](b"\n".join([lines[0], b"", bad, *lines[1:]]))
+    with pytest.raises(ValueError) as error:
+        read_rows(path, raw)
+    assert str(error.value).startswith(f"{path}:3: ") and what in str(error.value)
+    rest = read_rows(path, raw, skip_bad=True)
+    assert corpus_of(rest) == [id for row in CONVERSATIONS for id in found(*row["messages"])[0]]
+    assert rest.notices[0].startswith(f"{path}: 1 bad rows left out: {path}:3: ")
 
 
 @pytest.mark.parametrize("text", HOSTILE)

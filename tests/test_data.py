@@ -1,11 +1,15 @@
 import json
+import re
 import tracemalloc
 from dataclasses import replace
 from pydoc_data.topics import topics
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from lines import NO_OBJECTS, PACKED, WAYS
+from pyarrow import parquet
 from safetensors.numpy import save
 from tiny import PLAIN, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -24,7 +28,9 @@ def read(path, raw=None, **settings):
     """The data of a file, written first if `raw` is given."""
     if raw is not None:
         path.write_bytes(raw)
-    return open_data(DataConfig(path=(str(path),), **({"seq_len": 4, "held_out": 0.0} | settings)), MODEL, seed=0)
+    return open_data(
+        DataConfig(path=(str(path),), **({"seq_len": 4, "held_out": 0.0, "global_batch": 1} | settings)), MODEL, seed=0
+    )
 
 
 def flat(documents, end=256):
@@ -60,47 +66,82 @@ TEXTS = ["first", "second\r\nline", "\u2028 and \u2029 and \u0085 stay", "the la
 LINES = [json.dumps({"text": text}, ensure_ascii=False).encode() for text in TEXTS]
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"\n".join(LINES) + b"\n",
-        b"\xef\xbb\xbf" + b"\n".join(LINES) + b"\n",
-        b"\r\n".join(LINES) + b"\r\n",
-        b"\n \t\n".join([b"", *LINES, b"", b""]),
-        b"\n".join(LINES),
-        b"\n".join(json.dumps({"id": float("nan"), "text": text}).encode() for text in TEXTS),
-        b'{"text": ""}\n'.join([b"", *(line + b"\n" for line in LINES), b""]),
-    ],
-    ids=["plain", "BOM", "CRLF", "blank lines", "no last line end", "escaped, and NaN beside", "with empty texts"],
-)
-def test_however_the_lines_are_written_the_tokens_are_the_same(tmp_path, raw):
-    assert ids(read(tmp_path / "rows.jsonl", raw)) == flat(text.encode() for text in TEXTS)
+ESCAPED = [json.dumps({"id": float("nan"), "text": text}).encode() for text in TEXTS]
+EMPTY = [row for line in LINES for row in (b'{"text": ""}', line)]
 
 
+@pytest.mark.parametrize("suffix", PACKED)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lines", [LINES, ESCAPED, EMPTY], ids=["as is", "escaped, and NaN beside", "with empty texts"])
+def test_however_the_lines_are_written_the_tokens_are_the_same(tmp_path, lines, way, suffix):
+    raw = PACKED[suffix](WAYS[way](lines))
+    assert ids(read(tmp_path / f"rows{suffix}", raw)) == flat(text.encode() for text in TEXTS)
+
+
+@pytest.mark.parametrize("suffix", PACKED)
 @pytest.mark.parametrize(
     ("bad", "what"),
     [
-        (b'{"text": "abc', "must be one JSON object in UTF-8 (column 10: Unterminated string"),
-        (b'{"text": "abc\xe6\x41"}', "invalid continuation byte"),
+        *NO_OBJECTS,
         (b'{"text": "\\ud800"}', "'text' has half a surrogate pair"),
-        (b'["text"]', "is a JSON list, must be an object"),
         (b'{"text": null}', "'text' is of type NoneType, must be a string"),
         (b'{"text": 12}', "'text' is of type int, must be a string"),
         (b'{"text": NaN}', "'text' is of type float, must be a string"),
         (b'{"body": "abc", "id": 1}', "has no 'text': must have one, or set data.field to one of ['body', 'id']"),
-        (b'{"text": "a"} {"text": "b"}', "must be one JSON object in UTF-8 (column 15: Extra data)"),
-        (b'{"text": "a"}\r{"text": "b"}', "must be one JSON object"),
-        (b'{"text": ' + b"[" * 100_000, "must be one JSON object"),
-        (b'{"text": "' + b"a" * 200_000 + b'"}', "the line is longer than 199999 bytes: must be cut in several rows"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, monkeypatch, bad, what):
+def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, monkeypatch, bad, what, suffix):
     monkeypatch.setattr("glm5fn.sources.LONGEST_LINE", 199_999)
+    path = tmp_path / f"rows{suffix}"
     with pytest.raises(ValueError) as error:
-        read(tmp_path / "rows.jsonl", b"\n".join([LINES[0], b"", bad, *LINES[1:3]]))
-    assert str(error.value).startswith(f"{tmp_path / 'rows.jsonl'}:3: ")
+        read(path, PACKED[suffix](b"\n".join([LINES[0], b"", bad, *LINES[1:3]])))
+    assert str(error.value).startswith(f"{path}:3: ")
     assert what in str(error.value)
+    rest = read(path, skip_bad=True)
+    assert ids(rest) == flat(text.encode() for text in TEXTS[:3])
+    assert rest.notices[0].startswith(f"{path}: 1 bad rows left out: {path}:3: ") and what in rest.notices[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "type", "what"),
+    [
+        (["a", "bc", None], "string", ":3: 'text' is of type NoneType, must be a string"),
+        ([b"a", b"bc", b"d\xe6A"], "string", ":3: 'text' must be UTF-8 (invalid continuation byte)"),
+        ([b"a", b"bc", b"d"], "binary", ":1: 'text' is of type bytes, must be a string"),
+        ([1, 2, 3], "int64", ":1: 'text' is of type int, must be a string"),
+        ([["a"], ["b"], []], "list", ":1: 'text' is of type list, must be a string"),
+    ],
+    ids=["null", "no UTF-8", "bytes", "numbers", "lists"],
+)
+def test_a_bad_row_of_parquet_is_refused_with_its_file_and_number(tmp_path, values, type, what):
+    kind = {"string": pyarrow.string(), "list": pyarrow.list_(pyarrow.string())}.get(type) or getattr(pyarrow, type)()
+    raw = isinstance(values[0], bytes) and type == "string"  # which checks nothing when it is made of bytes
+    column = pyarrow.array(values, pyarrow.binary()).view(kind) if raw else pyarrow.array(values, kind)
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"text": column}), path)
+    with pytest.raises(ValueError) as error:
+        read(path)
+    assert str(error.value).startswith(f"{path}{what}")
+    if ":3:" in what:
+        assert ids(read(path, skip_bad=True)) == flat([b"a", b"bc"])
+
+
+def test_the_frames_of_a_packed_file_are_read_one_after_the_other(tmp_path):
+    for suffix in (".jsonl.gz", ".jsonl.zst"):
+        raw = b"".join(PACKED[suffix](line + b"\n") for line in LINES)
+        assert ids(read(tmp_path / f"rows{suffix}", raw)) == flat(text.encode() for text in TEXTS)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet"])
+@pytest.mark.parametrize("cut", [1, 9, 40])
+def test_a_packed_file_that_is_not_whole_is_refused_by_name(tmp_path, suffix, cut):
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    whole = path.read_bytes() if suffix == ".parquet" else PACKED[suffix](b"\n".join(LINES))
+    with pytest.raises(ValueError, match=re.escape(f"{path}: cannot be ")):
+        read(path, whole[:-cut])
 
 
 def test_a_row_of_50_megabytes_takes_bounded_memory(tmp_path):
@@ -312,6 +353,14 @@ def test_every_held_out_window_is_counted_once_and_the_ranks_stay_in_step(ranks,
     assert labels == list(range(3 * 5 + 1, (3 + count) * 5 - 1))
     blank = [row for row in rows(batches) if set(row[1]) == {IGNORE}]
     assert blank == [([0] * 5, [IGNORE] * 5)] * (len(batches) * 2 - count)
+
+
+@pytest.mark.parametrize(("count", "told"), [(9, True), (8, False)])
+def test_a_step_that_finds_too_few_samples_is_told(tmp_path, count, told):
+    """The text gives eight windows."""
+    data = read(tmp_path / "book.txt", b"x" * 32, global_batch=count)
+    said = "8 samples are fewer than data.global-batch (9): each step reads some of them more than once"
+    assert data.notices == ((said,) if told else ())
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint32, np.int64])

@@ -234,11 +234,11 @@ def test_gradients_accumulate_in_place_to_those_of_the_whole_batch():
     assert not any(leaf.requires_grad or leaf.grad is not None for leaf in flatten(params).values())
 
 
-# Compiling takes long: of each kind of attention one is compiled always, and all are among the slow tests.
+# Compiling takes long: one with experts is compiled always, and all are among the slow tests.
 EACH_KIND = pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(changes, marks=() if name in ("glm4_moe, experts", "sparse") else pytest.mark.slow)
+        pytest.param(changes, marks=() if name == "glm4_moe, experts" else pytest.mark.slow)
         for name, changes in FAMILIES.items()
     ],
     ids=FAMILIES,

@@ -1,12 +1,14 @@
 """`python -m glm5fn prepare`: shards that depend on the texts alone, in Megatron's format, however the run went."""
 
-import gzip
 import json
 import struct
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from lines import PACKED
+from pyarrow import parquet
 
 from glm5fn import prepare as module
 from glm5fn import sources
@@ -75,12 +77,10 @@ def test_any_number_of_processes_writes_the_same_bytes(run, small, tmp_path):
 
 
 def test_packed_files_and_other_formats_give_the_same_documents(run, tmp_path):
-    pyarrow, parquet, zstandard = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet", "zstandard"))
-    (tmp_path / "a.jsonl").write_bytes(rows(TEXTS))
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(rows(TEXTS)))
-    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(rows(TEXTS)))
+    for suffix, pack in PACKED.items():
+        (tmp_path / f"a{suffix}").write_bytes(pack(rows(TEXTS)))
     parquet.write_table(pyarrow.table({"text": TEXTS, "n": range(len(TEXTS))}), tmp_path / "a.parquet")
-    for suffix in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"):
+    for suffix in (*PACKED, ".parquet"):
         assert run(tmp_path / f"a{suffix}", out=f"out{suffix}")[0] == 0
         assert documents(tmp_path / f"out{suffix}") == expected(TEXTS)
 

@@ -77,17 +77,21 @@ def weights(out, step):
     return {key: files.read(key) for key in files.rows}
 
 
-def test_a_two_process_run_starts_its_processes_itself_and_equals_torchrun(tmp_path):
-    settings = ["--config", "dense-dp2", *TINY, "--steps", "3", "--deterministic"]
-    torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node", "2")
-    own = start(*settings, "--out", tmp_path / "own")
-    code, printed = finish(own)
+def test_a_two_process_run_starts_its_processes_itself_and_leaves_none(tmp_path):
+    code, printed = finish(start("--config", "dense-dp2", *TINY, "--steps", "3", "--out", tmp_path / "out"))
     assert code == 0 and printed.count("step 3 ") == 1, printed
-    code, printed = finish(start(*settings, "--out", tmp_path / "torchrun", launcher=torchrun))
-    assert code == 0, printed
+    assert not processes_of(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_two_process_run_equals_that_of_torchrun(tmp_path):
+    settings = ["--config", "dense-dp2", *TINY, "--steps", "3", "--deterministic"]
+    for name, launcher in {"own": (), "torchrun": (*TORCHRUN[1:], "--standalone", "--nproc-per-node", "2")}.items():
+        code, printed = finish(start(*settings, "--out", tmp_path / name, launcher=(sys.executable, *launcher)))
+        assert code == 0, printed
+        assert not processes_of(tmp_path / name)
     one, other = weights(tmp_path / "own", 3), weights(tmp_path / "torchrun", 3)
     assert all(torch.equal(leaf, other[key]) for key, leaf in one.items())
-    assert not processes_of(tmp_path / "own") and not processes_of(tmp_path / "torchrun")
 
 
 @pytest.mark.slow
@@ -123,6 +127,7 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path, when):
     wait_for(lambda: not processes_of(out), seconds=60)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_with_an_error(tmp_path):
     out = tmp_path / "out"
     run = start("--config", "dense-dp2", *TINY, *FOREVER, "--out", out)
