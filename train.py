@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from configs import RUNS
 from glm5fn import mesh
 from glm5fn.command import parse, refuse
-from glm5fn.launch import end_with_launcher, launch, launched
+from glm5fn.launch import end_with_launcher, launch, launched, restarts
 from glm5fn.plan import plan
 from glm5fn.run import train
 from glm5fn.typed import ConfigError
@@ -19,12 +20,14 @@ def main(argv: Sequence[str]) -> int:
         if command.plan:
             print(plan(command.run))
             return 0
+        if restarts():
+            command = replace(command, resume="auto")
         refuse(command)
-        if not launched() and command.run.mesh.world > 1:
-            return launch(__file__, argv, command.run.mesh.world)
+        if not launched() and (command.run.mesh.world > 1 or command.max_restarts):
+            return launch(__file__, argv, command.run.mesh.world, command.max_restarts)
         if launched():
             end_with_launcher()
-            mesh.start(command.run.device)
+            mesh.start(command.run.device, restarts())
         ended = train(command.run, command.directory, resume=command.resume, init=command.init, export=command.export)
     except ConfigError as error:
         print(f"train.py: {error}", file=sys.stderr)

@@ -30,6 +30,7 @@ class Ask:
     init: start from the weights of this directory, native or Hugging Face, whose model is taken too.
     export: write the trained model there as a Hugging Face directory.
     plan: tell what the run will need, and do nothing.
+    max_restarts: how often the processes start again, from the newest checkpoint, when one of them is lost.
     """
 
     config: str = "dense-tiny"
@@ -38,6 +39,7 @@ class Ask:
     init: Path | None = None
     export: Path | None = None
     plan: bool = False
+    max_restarts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,8 @@ def find(name: str, runs: Mapping[str, RunConfig]) -> RunConfig:
 def refuse(command: Command) -> None:
     """Raise ConfigError for what is in the way of a run on this machine; nothing has been written yet."""
     run, mesh = command.run, command.run.mesh
+    if command.max_restarts < 0:
+        raise ConfigError(f"--max-restarts ({command.max_restarts}) must be at least 0")
     started = os.environ.get("WORLD_SIZE", str(mesh.world))
     if started != str(mesh.world):
         raise ConfigError(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SUBDIRECTORIES = ("additional_chat_templates",)  # what a model's directory may have
+SUBDIRECTORIES = ("additional_chat_templates", "arrays")  # what a model's directory, or a checkpoint, may have
 
 
 @contextmanager
@@ -48,7 +48,8 @@ def refuse(target: Path, overwrite: bool) -> None:
         raise ValueError(f"{target} exists already: name another place, or allow it to be overwritten")
     found = [*target.iterdir()] if target.is_dir() else []
     foreign = [path.name for path in found if path.is_dir() and path.name not in SUBDIRECTORIES]
-    if not target.is_dir() or foreign or (found and not any(path.suffix == ".safetensors" for path in found)):
+    tensors = any(path.suffix == ".safetensors" or path.stem == "arrays" for path in found)
+    if not target.is_dir() or foreign or (found and not tensors):
         why = f": it has {', '.join(foreign)}" if foreign else ""
         raise ValueError(
             f"{target} is not a directory of safetensors files, so it is not overwritten{why}: name another"

@@ -85,10 +85,17 @@ class TensorFiles:
         return cls(Path(directory), checked(Path(directory), *survey_directory(Path(directory)), check))
 
     @classmethod
-    def open_file(cls, path: str | Path, check: Callable[[Rows], list[str]] = lambda rows: []) -> "TensorFiles":
-        """Open one safetensors file of any name; otherwise as `open`."""
-        path = Path(path)
-        return cls(path.parent, checked(path.parent, *survey_file(path), check))
+    def open_files(
+        cls, directory: Path, names: Iterable[str], check: Callable[[Rows], list[str]] = lambda rows: []
+    ) -> "TensorFiles":
+        """Open the safetensors files of these names, no two of which may have a key; otherwise as `open`."""
+        rows: dict[str, Row | None] = {}
+        faults: list[str] = []
+        for name in names:
+            found, wrong = survey_file(directory / name)
+            faults += [*wrong, *(f"{key} is in {name} and in another file" for key in found if key in rows)]
+            rows |= found
+        return cls(directory, checked(directory, rows, faults, check))
 
     def read(self, key: str, region: Region | None = None) -> Tensor:
         """One tensor, or the region of it that starts at and has the size of each pair; in memory of its own."""

@@ -12,12 +12,14 @@ from warnings import warn
 
 import torch
 
-from . import legacy
+from . import legacy, settings
 from .config import ModelConfig, read_json
 from .files import Rows, TensorFiles, contract, dtype_name, report, survey_directory
 from .fp8 import E4M3, METHOD, SCALE
 from .model import model_specs
+from .settings import CONFIG
 from .stored import Kind, Source, Stored, copies, differing_copies, sources, without_absent_mtp
+from .stores import STATE, Tensors, open_item
 from .tree import tree_map, unflatten
 
 FORMAT = "glm5fn"
@@ -30,7 +32,8 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 class Survey:
     """What a model's directory holds, by its config.json and the headers of its files.
 
-    found: all tensors, those without a readable file as None. served: those that serve each parameter, by path.
+    files: the tensors that can be read. found: all tensors, those without a readable file as None. served: those that
+    serve each parameter, by path.
     spare: copies that need not be there, each with the one whose equal it must be. faults: why it cannot be used.
     notices: what a user should know of a directory that can.
     """
@@ -38,6 +41,7 @@ class Survey:
     directory: Path
     kind: Kind
     cfg: ModelConfig
+    files: Tensors
     found: Rows
     served: Mapping[str, Source]
     spare: Mapping[str, str]
@@ -45,18 +49,13 @@ class Survey:
     notices: tuple[str, ...]
 
     @property
-    def files(self) -> TensorFiles:
-        return TensorFiles(self.directory, {key: row for key, row in self.found.items() if row})
-
-    @property
     def stored(self) -> dict[str, Stored]:
         """The parameters by path, in the model's order; of a directory without faults."""
-        files = self.files
-        return {path: Stored(files, source) for path, source in self.served.items()}
+        return {path: Stored(self.files, source) for path, source in self.served.items()}
 
 
 def survey(path: str | Path, cfg: ModelConfig | None = None) -> Survey:
-    """Look at a directory without reading a tensor.
+    """Look at a directory, or at the checkpoint of a run, without reading a tensor.
 
     cfg: the model that it must hold, instead of the one of its config.json.
     Raises ConfigError for the config, and ValueError if there are no tensor files.
@@ -64,11 +63,17 @@ def survey(path: str | Path, cfg: ModelConfig | None = None) -> Survey:
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path}: is {'a file' if path.exists() else 'not there'}, must be a model's directory")
-    config = read_json(path)
-    kind: Kind = "ChatGLM" if config.get("model_type") == legacy.MODEL_TYPE else "Hugging Face"
-    kind = "native" if config.get("format") == FORMAT else kind
-    promised = cfg or ModelConfig.from_hf(config)
-    found, faults = survey_directory(path)
+    if (path / STATE).is_file():
+        config, kind, promised = {}, "native", cfg or settings.load(path / CONFIG).model
+        files = open_item(path, "params")
+        found, faults = files.rows, []
+    else:
+        config = read_json(path)
+        kind: Kind = "ChatGLM" if config.get("model_type") == legacy.MODEL_TYPE else "Hugging Face"
+        kind = "native" if config.get("format") == FORMAT else kind
+        promised = cfg or ModelConfig.from_hf(config)
+        found, faults = survey_directory(path)
+        files = TensorFiles(path, {key: row for key, row in found.items() if row})
     model = promised if kind == "native" or cfg else without_absent_mtp(promised, found)
     served = sources(model, found, kind)
     spare = {} if kind == "native" else copies(promised)
@@ -90,6 +95,7 @@ def survey(path: str | Path, cfg: ModelConfig | None = None) -> Survey:
         directory=path,
         kind=kind,
         cfg=model,
+        files=files,
         found=found,
         served=served,
         spare=spare,
@@ -99,7 +105,7 @@ def survey(path: str | Path, cfg: ModelConfig | None = None) -> Survey:
 
 
 def open_model(path: str | Path, cfg: ModelConfig | None = None) -> tuple[ModelConfig, dict[str, Any]]:
-    """Open a native or a Hugging Face directory; of its tensors only copies of others are read.
+    """Open a native or a Hugging Face directory, or a run's checkpoint; of its tensors only copies of others are read.
 
     cfg: the model that it must hold, instead of the one of its config.json.
     Returns the config, and the parameters as `Stored` leaves in the model's order. Where a Hugging Face config.json

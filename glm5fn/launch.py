@@ -23,9 +23,15 @@ def launched() -> bool:
     return "RANK" in os.environ
 
 
-def launch(script: str, argv: Sequence[str], processes: int) -> int:
+def restarts() -> int:
+    """How often the group of this process has been started again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if launched() else 0
+
+
+def launch(script: str, argv: Sequence[str], processes: int, max_restarts: int = 0) -> int:
     """Run `script` in this many local processes; the exit code is 0 if all of them ended well, else 1.
 
+    If one fails, all are started again, up to `max_restarts` times.
     Ctrl-C and SIGTERM are passed on, and the processes get a minute to save. None outlives the launcher.
     """
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -37,7 +43,7 @@ def launch(script: str, argv: Sequence[str], processes: int) -> int:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=processes,
-            max_restarts=0,
+            max_restarts=max_restarts,
             run_id=str(os.getpid()),
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",

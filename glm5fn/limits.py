@@ -61,6 +61,11 @@ def refuse(run: RunConfig) -> None:
     )
     need(run.checkpoint.every >= 0, f"checkpoint.every ({run.checkpoint.every}) must be at least 0")
     need(run.checkpoint.keep >= 1, f"checkpoint.keep ({run.checkpoint.keep}) must be at least 1")
+    need(run.checkpoint.keep_every >= 0, f"checkpoint.keep-every ({run.checkpoint.keep_every}) must be at least 0")
+    need(
+        not run.checkpoint.url or "://" in run.checkpoint.url,
+        f"checkpoint.url ({run.checkpoint.url}) must be a URL that tensorstore knows, such as gs://bucket/run",
+    )
     need(
         data.seq_len <= run.model.max_position_embeddings,
         f"data.seq-len ({data.seq_len}) must be at most the model's max_position_embeddings "
@@ -101,6 +106,7 @@ def idle(run: RunConfig) -> dict[str, str]:
             fixed,
             "data.tokenizer data.held_out data.packing data.control_tokens eval_every",
         ),
+        "checkpoint.store is safetensors": (run.checkpoint.store == "safetensors", "checkpoint.url"),
         "mesh.cp is 1": (run.mesh.cp == 1, "mesh.cp_split"),
         "data.held-out is 0": (data.held_out == 0, "eval_every"),
         "the model has no experts": (

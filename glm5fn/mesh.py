@@ -3,34 +3,43 @@
 import logging
 import math
 import os
+import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .device import BACKENDS
 from .settings import Layout, MeshConfig
 from .spec import Param, Region, Specs, cut, rows, shape, split_dims, whole
 from .tree import unflatten
 
+T = TypeVar("T")
+
 
 class RunError(RuntimeError):
     """What ends a run on all ranks alike; any other exception is that of one rank."""
 
 
-def start(kind: str) -> None:
-    """Join the process group that the launcher's environment describes, one device for each local rank."""
+def start(kind: str, attempt: int) -> None:
+    """Join the process group that the launcher's environment describes, one device for each local rank.
+
+    attempt: how often the launcher has started the group before, whose keys are still in its store.
+    """
     if kind != "cpu":
         getattr(torch, kind).set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(BACKENDS[kind], timeout=timedelta(minutes=30))
+    store, rank, world = next(dist.rendezvous("env://"))  # pyright: ignore[reportPrivateImportUsage]
+    own = dist.PrefixStore(f"attempt {attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(BACKENDS[kind], timeout=timedelta(minutes=30), store=own, rank=rank, world_size=world)
 
 
 def stop() -> None:
@@ -46,15 +55,28 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def agree(problem: str | None) -> None:
-    """Raise RunError on every rank if any of them has a problem; all ranks must call it."""
-    problems: list[str | None] = [problem]
-    if dist.is_initialized():
-        problems = [None] * world()
-        dist.all_gather_object(problems, problem)
-    if any(problems):
-        # Ranks that met the same fault tell it once.
-        raise RunError("; ".join(dict.fromkeys(text for text in problems if text)))
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of each rank, on every rank; all must call it."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * world()
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def together(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call a function on all ranks; if it fails on one, RunError on all. What fails must not skip an exchange."""
+    result, problem = None, None
+    try:
+        result = function()
+    except (ValueError, OSError, RunError) as error:
+        problem = str(error)
+    except Exception as error:  # a mistake of ours, for which the other ranks must not wait either
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        problem = f"{error!r} in {place.filename}:{place.lineno}"
+    if problems := [text for text in gather(problem, group) if text]:
+        raise RunError("; ".join(dict.fromkeys(problems)))  # ranks that met the same fault tell it once
+    return result  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
@@ -109,11 +131,11 @@ def placements(row: Param, mesh: DeviceMesh, table: Mapping[str, tuple[str, ...]
     return tuple(Shard(dims[axis]) if axis in dims else Replicate() for axis in axes)
 
 
-def held_region(size: tuple[int, ...], mesh: DeviceMesh, placed: tuple[Shard | Replicate, ...]) -> Region:
-    """The part of a tensor that this rank holds."""
+def region_at(
+    size: tuple[int, ...], mesh: DeviceMesh, placed: Sequence[Placement], coordinate: Sequence[int]
+) -> Region:
+    """The part of a tensor that the rank at this coordinate holds."""
     region = list(whole(size))
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
     for axis, placement in enumerate(placed):
         if isinstance(placement, Shard):
             region[placement.dim] = cut(size[placement.dim], mesh.size(axis), coordinate[axis])
@@ -136,7 +158,9 @@ def place(
             continue
         mesh = grid.of(row)
         placed = placements(row, mesh, layout.store)
-        part = read(path, row, held_region(size, mesh, placed)).contiguous()
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        part = read(path, row, region_at(size, mesh, placed, coordinate)).contiguous()
         stride = torch.empty(size, device="meta").stride()
         flat[path] = DTensor.from_local(part, mesh, placed, run_check=False, shape=torch.Size(size), stride=stride)
     return unflatten(flat)
@@ -150,6 +174,42 @@ def local_part(tensor: Tensor) -> Tensor:
 def whole_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor on the CPU; an exchange in which every rank takes part."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+class Held(NamedTuple):
+    """A tensor at rest, as this rank sees it.
+
+    shape: of the whole. chunk: of a part that is not cut short. parts: which rank has which region, each element once.
+    values: what this rank has, on its device.
+    """
+
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    parts: tuple[tuple[int, Region], ...]
+    values: Tensor
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.values.element_size()
+
+    def written_by(self, rank: int) -> Region | None:
+        """The region that is for this rank to write: of copies, the first has one."""
+        return next((region for holder, region in self.parts if holder == rank), None)
+
+
+def held(tensor: Tensor) -> Held:
+    """A plain tensor is one that every rank has the whole of."""
+    size = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Held(size, size, ((0, whole(size)),), tensor.detach())
+    mesh, placed, chunk = tensor.device_mesh, tensor.placements, list(size)
+    for axis, placement in enumerate(placed):
+        if isinstance(placement, Shard):
+            chunk[placement.dim] = cut(size[placement.dim], mesh.size(axis), 0)[1]
+    first = [range(mesh.size(axis) if isinstance(p, Shard) else 1) for axis, p in enumerate(placed)]
+    regions = [(int(mesh.mesh[at]), region_at(size, mesh, placed, at)) for at in product(*first)]
+    parts = tuple((rank, region) for rank, region in regions if all(n for _, n in region))
+    return Held(size, tuple(chunk), parts, local_part(tensor).detach())
 
 
 def copies(tensor: Tensor) -> int:

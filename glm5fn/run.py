@@ -1,12 +1,11 @@
 """One training run: set up, then step, record and save until done."""
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +19,14 @@ from .device import choose, peak_flops, synchronize, widest
 from .flops import flops_per_token
 from .hf import open_model
 from .kernels import kernels_for
-from .launch import Interrupt
+from .launch import Interrupt, restarts
 from .loader import Ahead
 from .losses import loss
-from .mesh import Grid
+from .manager import CheckpointManager
+from .mesh import Grid, together
 from .optim import grad_norm, init_moments
-from .record import Recorder, occupy, tell
+from .peers import Peers
+from .record import Recorder, occupy, read_metrics, tell
 from .save import save_hf
 from .settings import CONFIG, RunConfig
 from .spec import Param, Region, init_region, shape, trained
@@ -33,7 +34,6 @@ from .step import Setup, evaluate, step
 from .tree import flatten, unflatten
 
 PATIENCE = 10  # steps in a row without an update, after which a run gives up
-T = TypeVar("T")
 
 
 def train(
@@ -55,10 +55,11 @@ def train(
     setup = make_setup(run, device, grid, together(lambda: open_data(run.data, run.model, run.seed)))
     with ExitStack() as stack:
         together(lambda: stack.enter_context(occupy(out)) if mesh.rank() == 0 else None)
-        path, notices = together(lambda: find(out / "checkpoints", resume))
+        peers = Peers()
+        path, notices = find(out / "checkpoints", resume, peers)
         state = together(lambda: begin(run, device, grid, path, init))
         text = settings.dump(run)
-        notices = (*setup.data.notices, *notices, *(changes(path, text) if path else ()))
+        notices = (*setup.data.notices, *notices, *(changes(path, text) if path else ()), *lost(out, state.step))
         for notice in notices:
             say(notice)
         ended = state.step >= run.steps
@@ -67,9 +68,10 @@ def train(
         else:
             together(lambda: prepare(out, text))
             recorder = together(lambda: Recorder(out, state.step, run.steps, run.tensorboard, mesh.rank() == 0))
-            with recorder, Interrupt() as interrupt:
+            manager = CheckpointManager(out / "checkpoints", run.checkpoint, text, peers)
+            with recorder, Interrupt() as interrupt, manager:
                 peak = peak_flops(device, compute_dtype(run))
-                state, ended = follow(setup, state, out / "checkpoints", text, recorder, interrupt, peak)
+                state, ended = follow(setup, state, manager, recorder, interrupt, peak)
         if ended and export is not None:
             together(lambda: export_to(export, state, run, init))
             say(f"exported to {export}")
@@ -111,24 +113,18 @@ def make_setup(run: RunConfig, device: str, grid: Grid | None, data: Data) -> Se
     )
 
 
-def together(function: Callable[[], T]) -> T:
-    """Call a function on all ranks; if it fails on one, RunError on all. What fails must not skip an exchange."""
-    result, problem = None, None
-    try:
-        result = function()
-    except (ValueError, OSError) as error:
-        problem = str(error)
-    mesh.agree(problem)
-    return result  # pyright: ignore[reportReturnType]
+def find(root: Path, resume: str | None, peers: Peers) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, known to be whole, and what to say about it. RunError if one that is named is not.
 
-
-def find(root: Path, resume: str | None) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, and what to say about it."""
+    All ranks call it, and each reads a share of what is checked.
+    """
     if resume is None:
         return None, []
     if resume != "auto":
+        if found := checkpoint.damage(Path(resume), peers):
+            raise mesh.RunError("; ".join(found))
         return Path(resume), [f"resuming {resume}"]
-    path, skipped = checkpoint.newest(root)
+    path, skipped = checkpoint.newest(root, partial(checkpoint.damage, peers=peers))
     notices = [f"skipping a checkpoint that is not whole: {why}" for why in skipped]
     return path, [*notices, f"resuming {path}" if path else f"no checkpoint in {root}: starting at step 0"]
 
@@ -163,6 +159,15 @@ def changes(path: Path, text: str) -> list[str]:
     return [f"settings changed since the checkpoint: {'; '.join(differ)}"] if differ else []
 
 
+def lost(out: Path, step: int) -> list[str]:
+    """What a restart has to do again."""
+    if not restarts():
+        return []
+    done = max((record["step"] for record in read_metrics(out)), default=0)
+    again = f"steps {step + 1} to {done} were lost, and are done again" if done > step else "no step was lost"
+    return [f"restart {restarts()}: {again}"]
+
+
 def prepare(out: Path, text: str) -> None:
     if mesh.rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
@@ -172,8 +177,7 @@ def prepare(out: Path, text: str) -> None:
 def follow(
     setup: Setup,
     state: State,
-    root: Path,
-    config: str,
+    manager: CheckpointManager,
     recorder: Recorder,
     interrupt: Interrupt,
     peak: float | None,
@@ -187,7 +191,7 @@ def follow(
     def save() -> None:
         if not torch.isfinite(grad_norm({"params": state.params, "moments": state.moments}, setup.comm)):
             raise mesh.RunError(f"step {state.step}: parameters or moments are not finite, so they were not saved")
-        checkpoint.save(root, state, config, run.checkpoint.keep)
+        manager.save(state)
 
     while state.step < run.steps:
         start = time.perf_counter()

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from tyro.conf import Fixed  # a setting that has no flag
+from tyro.conf import Fixed, arg  # Fixed: a setting that has no flag
 
 from .config import ModelConfig
 from .tree import flatten
@@ -145,10 +145,14 @@ PLAIN = Terms(indexer=IndexerConfig(coef=0.0), mtp=MTPConfig(coef=0.0))  # the c
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When training state is saved, and how many saves stay."""
+    """When and how training state is saved, and which saves stay."""
 
     every: int = 0  # steps between saves; 0 saves at the end only
-    keep: int = 2  # complete checkpoints that stay
+    keep: int = 2  # complete checkpoints that stay, the newest
+    keep_every: int = 0  # those of steps that are multiples of it stay too; 0 for none
+    store: Literal["safetensors", "tensorstore"] = "safetensors"  # whole tensors in files, or arrays by parts
+    url: str = ""  # where tensorstore puts its arrays, such as gs://bucket/run; none: in the checkpoint's directory
+    background: Annotated[bool, arg(name="async")] = True  # go on with training while a copy of the state is written
 
 
 @dataclass(frozen=True, kw_only=True)

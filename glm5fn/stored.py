@@ -11,10 +11,11 @@ from torch import Tensor
 
 from . import legacy
 from .config import ModelConfig
-from .files import Rows, TensorFiles, as_bytes
+from .files import Rows, as_bytes
 from .fp8 import BLOCK, SCALE, dequantize, scale_shape
 from .model import model_specs
 from .spec import Param, Region, hf_groups, hf_keys, rows, shape, whole
+from .stores import Tensors
 
 PIECE = 1 << 22  # how many values are held at a time while files are copied
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -56,7 +57,7 @@ class Source(NamedTuple):
 class Stored:
     """A parameter at rest in its files: it has a shape and a dtype, and is read as a whole or in parts."""
 
-    files: TensorFiles
+    files: Tensors
     source: Source
 
     @property
@@ -179,7 +180,7 @@ def without_absent_mtp(cfg: ModelConfig, found: Rows) -> ModelConfig:
     return replace(cfg, num_nextn_predict_layers=0, num_mtp_depths=0)
 
 
-def differing_copies(files: TensorFiles, wanted: Mapping[str, str]) -> list[str]:
+def differing_copies(files: Tensors, wanted: Mapping[str, str]) -> list[str]:
     """What keeps copies that are there from being the bytes of their originals."""
     return [
         f"{copy} in {files.rows[copy].file} differs from {key}, which it must equal: remove one of them"
@@ -189,7 +190,7 @@ def differing_copies(files: TensorFiles, wanted: Mapping[str, str]) -> list[str]
     ]
 
 
-def same(files: TensorFiles, one: str, other: str) -> bool:
+def same(files: Tensors, one: str, other: str) -> bool:
     """Whether two tensors of one dtype and shape hold the same bytes; a piece of each is held at a time."""
     parts = cuts(files.rows[one].shape)
     return all(as_bytes(files.read_flat(one, *part)) == as_bytes(files.read_flat(other, *part)) for part in parts)

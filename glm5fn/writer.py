@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from .files import CODES, TensorRow, as_bytes, count_bytes, dtype_name
+
+PIECE = 1 << 20  # bytes that are summed and written at once
 
 
 class Place(NamedTuple):
@@ -25,23 +28,21 @@ class TensorWriter:
     """Writes files whose tensors come in pieces: those of one tensor in order, the tensors in any.
 
     files: for each file's name the key, dtype and shape of its tensors. Several threads may write, each a tensor.
-    Raises ValueError for a dtype that the format lacks, and for a repeated key.
+    Raises ValueError as `header` does, and for a key in several files.
     """
 
     def __init__(self, directory: Path, files: Mapping[str, Sequence[TensorRow]], metadata: Mapping[str, str]):
         self.places: dict[str, Place] = {}
         for name, rows in files.items():
-            header = {"__metadata__": dict(metadata)} | entries(rows)
-            if twice := [key for key in header if key in self.places]:
+            if twice := [row[0] for row in rows if row[0] in self.places]:
                 raise ValueError(f"{', '.join(twice)}: in several files of {directory}, each key must be in one")
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            first = end = 8 + len(text)
+            head = header(rows, metadata)
+            end = len(head)
             for row in rows:
                 self.places[row[0]] = Place(directory / name, row[1], end, end + count_bytes(row))
                 end += count_bytes(row)
             with (directory / name).open("wb") as file:
-                file.write((first - 8).to_bytes(8, "little") + text)
+                file.write(head)
                 file.truncate(end)
         self.at = {key: place.start for key, place in self.places.items()}  # where the next piece goes
 
@@ -65,9 +66,13 @@ class TensorWriter:
             raise ValueError(f"not written to their ends: {', '.join(short)}")
 
 
-def entries(rows: Sequence[TensorRow]) -> dict[str, dict]:
-    """What a file's header says of its tensors."""
-    found, offset = {}, 0
+def header(rows: Sequence[TensorRow], metadata: Mapping[str, str]) -> bytes:
+    """What a file begins with: what it says of its tensors, behind the length of that.
+
+    Raises ValueError for a dtype that the format lacks, and for a repeated key.
+    """
+    found: dict[str, dict] = {"__metadata__": dict(metadata)}
+    offset = 0
     for key, dtype, size in rows:
         if dtype not in CODES:
             raise ValueError(f"{key} has dtype {dtype_name(dtype)}, must be one of {', '.join(map(dtype_name, CODES))}")
@@ -76,25 +81,39 @@ def entries(rows: Sequence[TensorRow]) -> dict[str, dict]:
         end = offset + count_bytes((key, dtype, size))
         found[key] = {"dtype": CODES[dtype], "shape": list(size), "data_offsets": [offset, end]}
         offset = end
-    return found
+    text = json.dumps(found, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_tensors(
     path: str | Path, rows: Sequence[TensorRow], tensors: Iterable[Tensor], metadata: Mapping[str, str]
-) -> None:
-    """Write a file, holding one tensor at a time.
+) -> tuple[int, str]:
+    """Write a file, holding one tensor at a time. Returns its bytes and their checksum (XXH3, 128 bits).
 
     rows: key, dtype and shape of every tensor. tensors: the tensors in that order, on any device.
-    Raises ValueError as `TensorWriter` does, and for a tensor that is not what its row says.
+    Raises ValueError as `header` does, and for a tensor that is not what its row says.
     """
-    path = Path(path)
-    writer = TensorWriter(path.parent, {path.name: rows}, metadata)
     stream = iter(tensors)
-    for row in rows:
-        writer.write(row[0], as_its_row_says(row, next(stream, None)))  # held by nobody while the next one is made
-    if next(stream, None) is not None:
-        raise ValueError(f"{path} got more tensors than its {len(rows)} rows")
-    writer.close()
+    digest, size = xxhash.xxh3_128(), 0
+
+    def put(data: bytes | memoryview) -> None:
+        nonlocal size
+        size += len(data)
+        for start in range(0, len(data), PIECE):  # so that what is summed is still in the cache when it is written
+            piece = memoryview(data)[start : start + PIECE]
+            digest.update(piece)
+            while piece:
+                piece = piece[file.write(piece) :]
+
+    head = header(rows, metadata)
+    with Path(path).open("wb", buffering=0) as file:
+        put(head)
+        for row in rows:
+            put(as_bytes(as_its_row_says(row, next(stream, None))))  # held by nobody while the next one is made
+        if next(stream, None) is not None:
+            raise ValueError(f"{path} got more tensors than its {len(rows)} rows")
+    return size, digest.hexdigest()
 
 
 def as_its_row_says(row: TensorRow, tensor: Tensor | None) -> Tensor:

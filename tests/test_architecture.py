@@ -10,14 +10,27 @@ ROOT = Path(__file__).parent.parent
 ORDER = [
     *("typed", "architecture", "tree", "legacy", "config", "ops", "comm", "spec", "settings"),
     *("text", "sources", "limits"),
-    *("device", "kernels", "mesh", "fetch", "collectives", "directory", "files", "writer", "fp8"),
+    *(
+        "device",
+        "kernels",
+        "mesh",
+        "fetch",
+        "collectives",
+        "directory",
+        "files",
+        "writer",
+        "fp8",
+        "peers",
+        "arrays",
+        "stores",
+    ),
     *("gqa", "mla", "dsa", "ffn", "moe", "batch", "block", "model", "mtp", "losses", "shell"),
     *("stored", "hf", "save", "flops", "describe"),
     *("indexed", "packing", "data", "chat", "corpora", "loader"),
-    *("grad", "optim", "checkpoint", "record", "launch", "compare", "prepare", "inspect_data"),
+    *("grad", "optim", "checkpoint", "manager", "record", "launch", "compare", "prepare", "inspect_data"),
     *("step", "run", "rehearsal", "plan", "command", "__init__", "__main__", "configs", "train", "convert"),
 ]
-DISTRIBUTED = {"mesh", "fetch", "collectives", "launch", "rehearsal"}
+DISTRIBUTED = {"mesh", "peers", "fetch", "collectives", "launch", "rehearsal"}
 MODULES = [*sorted((ROOT / "glm5fn").rglob("*.py")), *(ROOT / f"{name}.py" for name in ("configs", "train", "convert"))]
 EACH_MODULE = pytest.mark.parametrize("path", MODULES, ids=[str(path.relative_to(ROOT)) for path in MODULES])
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import random_params, tiny
-from training import RUN, contents, numbers, text, train
+from training import RUN, contents, numbers, save, text, train
 
 from configs import LAYOUTS
-from glm5fn import checkpoint, flatten, settings
-from glm5fn.checkpoint import State, defects, newest, restore, save
+from glm5fn import checkpoint, flatten, settings, stores
+from glm5fn.checkpoint import State, defects, newest, restore
 from glm5fn.mesh import RunError
 from glm5fn.settings import OptimConfig, RunConfig
 from glm5fn.tree import tree_map
@@ -55,7 +55,7 @@ def bits(state):
 
 
 def fill(root, *steps, keep=9):
-    return [save(root, state(step), TEXT, keep) for step in steps]
+    return [save(root, state(step), TEXT, keep=keep) for step in steps]
 
 
 def names(root):
@@ -64,7 +64,7 @@ def names(root):
 
 @pytest.mark.parametrize("optim", [ADAMW, SGD], ids=["adamw", "sgd"])
 def test_a_state_comes_back_equal_to_the_bit(tmp_path, optim):
-    path = save(tmp_path, state(optim=optim), TEXT, 2)
+    path = save(tmp_path, state(optim=optim), TEXT, keep=2)
     assert bits(load(path, optim)) == bits(state(optim=optim))
     assert bool(state(optim=optim).moments) == (optim is ADAMW)
 
@@ -169,7 +169,7 @@ def test_there_is_nothing_to_find_where_nothing_was_saved(tmp_path):
 def test_the_same_step_can_be_saved_again(tmp_path):
     fill(tmp_path, 4, 8)
     again = replace(state(5), step=8)
-    assert bits(load(save(tmp_path, again, TEXT, 2))) == bits(again)
+    assert bits(load(save(tmp_path, again, TEXT, keep=2))) == bits(again)
     assert names(tmp_path) == ["step_00000004", "step_00000008"]
 
 
@@ -183,7 +183,7 @@ def test_what_a_resume_abandoned_is_dropped_once_the_new_one_is_whole(tmp_path):
 @pytest.mark.parametrize("file", ["params.safetensors", "moments.safetensors", "state.json"])
 def test_a_write_that_fails_is_told_and_loses_nothing(tmp_path, monkeypatch, step, file):
     fill(tmp_path, 8)
-    before, tensors, write_text = contents(tmp_path), checkpoint.write_tensors, Path.write_text
+    before, tensors, write_text = contents(tmp_path), stores.write_tensors, Path.write_text
 
     def fail(function):
         def write(path, *rest, **more):
@@ -193,7 +193,7 @@ def test_a_write_that_fails_is_told_and_loses_nothing(tmp_path, monkeypatch, ste
 
         return write
 
-    monkeypatch.setattr(checkpoint, "write_tensors", fail(tensors))
+    monkeypatch.setattr(stores, "write_tensors", fail(tensors))
     monkeypatch.setattr(Path, "write_text", fail(write_text))
     with pytest.raises(RunError, match=rf"step_0000000{step} failed: .*No space left on device"):
         fill(tmp_path, step, keep=1)
@@ -209,7 +209,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
         if child == 0:
             try:
                 for step in count(last):
-                    save(tmp_path, replace(state(1), step=step), TEXT, 1)
+                    save(tmp_path, replace(state(1), step=step), TEXT, keep=1)
             finally:
                 os._exit(1)
         time.sleep(random.Random(trial).uniform(0.01, 0.06))
@@ -239,7 +239,7 @@ def test_another_model_or_optimizer_is_refused_with_all_its_tensors(tmp_path):
     with pytest.raises(ValueError, match=r"unexpected: mean\.embed in moments\.safetensors, "):
         load(path, SGD)
     with pytest.raises(ValueError, match=r"missing: mean\.embed, "):
-        load(save(tmp_path, state(5, SGD), TEXT, 2))
+        load(save(tmp_path, state(5, SGD), TEXT, keep=2))
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_a_save_that_fails_ends_the_run_with_the_path_and_the_cause(run, tmp_pat
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_tensors", fail)
+    monkeypatch.setattr(stores, "write_tensors", fail)
     code, said = run("--steps", "8", "--resume", "auto", "--checkpoint.keep", "1")
     assert code == 1 and f"saving checkpoint {root / 'step_00000008'} failed" in said and "No space left" in said
     assert contents(root) == before

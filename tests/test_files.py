@@ -84,7 +84,7 @@ def test_safetensors_reads_what_we_write_bit_for_bit(tmp_path):
 
 def test_we_read_what_safetensors_writes_bit_for_bit(tmp_path):
     save_file(TENSORS, tmp_path / "a.safetensors")
-    files = TensorFiles.open_file(tmp_path / "a.safetensors")
+    files = TensorFiles.open_files(tmp_path, ["a.safetensors"])
     assert files.rows.keys() == TENSORS.keys()
     assert all(same(files.read(key), TENSORS[key]) for key in TENSORS)
 
@@ -147,7 +147,7 @@ def test_a_repeated_key_and_an_unknown_dtype_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize("region", [((2, 3), (0, 6)), ((0, 11), (1, 2)), ((4, 5), (3, 3)), ((11, 0), (0, 6))])
 def test_a_region_equals_the_slice_of_the_whole_and_owns_its_memory(tmp_path, region):
     write(tmp_path / "a.safetensors", TENSORS)
-    part = TensorFiles.open_file(tmp_path / "a.safetensors").read("single", region)
+    part = TensorFiles.open_files(tmp_path, ["a.safetensors"]).read("single", region)
     assert same(part, TENSORS["single"][tuple(slice(start, start + size) for start, size in region)])
     assert part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
 
@@ -155,7 +155,7 @@ def test_a_region_equals_the_slice_of_the_whole_and_owns_its_memory(tmp_path, re
 def test_a_region_outside_the_tensor_is_an_error(tmp_path):
     write(tmp_path / "a.safetensors", TENSORS)
     with pytest.raises(AssertionError, match="does not contain"):
-        TensorFiles.open_file(tmp_path / "a.safetensors").read("single", ((9, 3), (0, 6)))
+        TensorFiles.open_files(tmp_path, ["a.safetensors"]).read("single", ((9, 3), (0, 6)))
 
 
 # --- directories ---
@@ -239,7 +239,7 @@ def test_a_key_that_stands_twice_in_one_header_or_index_is_refused_by_name(shard
     text = b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
     (sharded / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"1")
     with pytest.raises(ValueError, match=r"x\.safetensors cannot be read as safetensors \(repeated keys: w\)"):
-        TensorFiles.open_file(sharded / "x.safetensors")
+        TensorFiles.open_files(sharded, ["x.safetensors"])
     (sharded / INDEX).write_text(f'{{"weight_map": {{"w0": "{SHARDS[0]}", "w0": "{SHARDS[1]}"}}}}')
     assert "repeated keys: w0" in refused(sharded)
 

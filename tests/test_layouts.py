@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from pool import Pool
 from tiny import GLM5, distance, random_batch, random_params, tiny
+from training import save
 
 from configs import LAYOUTS
-from glm5fn import checkpoint, fetch, flatten, mesh, step
+from glm5fn import fetch, flatten, mesh, step
 from glm5fn.block import block
 from glm5fn.checkpoint import State
 from glm5fn.collectives import chunk_order, comm_for
@@ -396,50 +397,10 @@ def test_a_block_travels_in_one_exchange_and_its_gradient_is_scattered_before_th
     assert sum(sent["all_reduce"]) <= scattered // 2 + 2 * whole + 8
 
 
-def saved(grid, root, settings):
-    """Three steps, then a checkpoint."""
-    setup, state = make(grid, optimizer="adamw", **settings)
-    for _ in range(3):
-        state, _ = step.step(setup, state, stop=False)
-    checkpoint.save(root, state, dump(setup.run), keep=1)
-    return gathered({"params": state.params, "moments": state.moments})
-
-
-def restored(grid, path, settings):
-    setup, _ = make(grid, optimizer="adamw", **settings)
-    config = setup.run
-    state = checkpoint.restore(path, config, grid_of(grid), "cpu")
-    return gathered({"params": state.params, "moments": state.moments}), state.step, state.samples
-
-
-LAYOUT_PAIRS = [
-    *(("dense", *pair) for pair in (("one", "shard 2"), ("shard 2", "one"), ("shard 4", "replicate 2 x shard 2"))),
-    *(
-        ("all", *pair)
-        for pair in (("ep 2", "one"), ("cp 2 x ep 2", "shard 4 x ep 2"), ("one", "shard 2 x cp 2 x ep 4"))
-    ),
-]
-
-
-@pytest.mark.parametrize(("model", "wrote", "reads"), LAYOUT_PAIRS, ids=[f"{a} -> {b}" for _, a, b in LAYOUT_PAIRS])
-def test_a_checkpoint_of_one_layout_restores_to_the_byte_on_another(model, wrote, reads, pools, tmp_path):
-    def on(name, function, *args):
-        if name == "one":
-            return [function(MeshConfig(), *args)]
-        return pools(GRIDS[name].world)(function, GRIDS[name], *args)
-
-    expected = on(wrote, saved, tmp_path, MODELS[model])[0]
-    for found, done, consumed in on(reads, restored, tmp_path / "step_00000003", MODELS[model]):
-        assert (done, consumed) == (3, 12)
-        found, wanted = flatten(found), flatten(expected)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(leaf, wanted[path]) for path, leaf in found.items())
-
-
 def failing_save(grid, root):
     setup, state = make(grid)
     try:
-        checkpoint.save(root, state, dump(setup.run), keep=1)
+        save(root, state, dump(setup.run))
     except RuntimeError as error:
         return str(error)
 

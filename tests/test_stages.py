@@ -13,6 +13,7 @@ from glm5fn import flatten, init_params, run, save
 from glm5fn.checkpoint import newest, read_state
 from glm5fn.command import parse
 from glm5fn.record import read_metrics
+from glm5fn.stores import print_of
 
 SIZES = {
     "vocab-size": 261,
@@ -170,7 +171,7 @@ def test_moments_that_the_stage_of_a_checkpoint_should_have_left_are_missed_by_n
     del held["square.layers.1.attn.indexer.weights"], held["updates.mtp.0.attn.indexer.k_norm"]
     save_file(held, file, {"format": "glm5fn"})
     counters = json.loads(state.read_text())
-    counters["files"][file.name] = file.stat().st_size
+    counters["files"][file.name] = print_of(path, file.name)
     state.write_text(json.dumps(counters))
     for start, stage in (("auto", "sparse"), (path, "dense-warmup")):
         said = refuse(*FLAGS, "--out", tmp_path / "x", "--resume", start, "--indexer.stage", stage)

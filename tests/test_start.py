@@ -64,7 +64,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused_by_name(refuse, tmp_path):
     path = tmp_path / "step_00000004"
     path.mkdir()
     (path / "state.json").write_text(
-        json.dumps({"step": 4, "samples": 4, "tokens": 48, "skipped": 0, "files": {"a": 1}})
+        json.dumps({"step": 4, "samples": 4, "tokens": 48, "skipped": 0, "files": {"a": [1, "0"]}})
     )
     assert "step_00000004/a is missing" in refuse("--resume", path)
 

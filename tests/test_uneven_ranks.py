@@ -19,6 +19,7 @@ from test_layouts import (
     three_steps,
 )
 from tiny import distance
+from training import save
 
 from glm5fn import checkpoint, flatten, step
 from glm5fn.settings import MeshConfig, dump
@@ -63,7 +64,7 @@ def straight_and_resumed(grid, root: Path):
         records = []
         while state.step < 6:
             if state.step == 3 and not start:
-                checkpoint.save(root, state, dump(setup.run), keep=1)
+                save(root, state, dump(setup.run))
             state, record = step.step(setup, state, stop=False)
             records.append(record)
         ends.append((records[-3:], flatten(gathered({"params": state.params, "moments": state.moments}))))

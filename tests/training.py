@@ -1,13 +1,18 @@
-"""Small runs of train.py in this process."""
+"""Small runs of train.py in this process, and checkpoints."""
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
 
-from glm5fn.checkpoint import newest, read_state
+from glm5fn.checkpoint import State, newest, read_state
+from glm5fn.manager import CheckpointManager
+from glm5fn.peers import Peers
 from glm5fn.record import read_metrics
+from glm5fn.settings import CheckpointConfig
 from train import main
 
 SIZES = {
@@ -48,6 +53,19 @@ def train(*argv: str | Path) -> int:
             return main([str(part) for part in argv])
         except SystemExit as end:
             return int(end.code or 0)
+
+
+@cache
+def peers() -> Peers:
+    """Those of this process; each has groups of its own, and these have threads."""
+    return Peers()
+
+
+def save(root: Path, state: State, config: str, **how: Any) -> Path:
+    """Write a checkpoint, and wait for it."""
+    with CheckpointManager(root, CheckpointConfig(**({"background": False} | how)), config, peers()) as manager:
+        manager.save(state)
+    return root / f"step_{state.step:08}"
 
 
 def numbers(out: Path) -> list[tuple]:

@@ -1,0 +1,154 @@
+"""The checkpoints of a run as they are written: in the background, whole or not at all, and which of them stay."""
+
+import json
+import secrets
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arrays import write_arrays
+from .checkpoint import COUNTERS, State, defects, number, steps
+from .directory import aside, atomic_directory, settle
+from .mesh import Held, RunError, held
+from .peers import Peers
+from .settings import CONFIG, CheckpointConfig
+from .stores import ARRAYS, ELSEWHERE, STATE, Items, Print, clear, discard, files_of, place_of, print_of, write_files
+from .tree import flatten
+
+
+class CheckpointManager:
+    """Saves the states of a run in `root`, one at a time, and keeps the newest. All ranks of a run make one alike.
+
+    In the background, if it is asked for: the state is copied, and written while training goes on. A save waits for
+    the one before it. What goes wrong with one is raised by the next call, as RunError on every rank, and then what was
+    there before still is: nothing is dropped before the new one is whole.
+    """
+
+    def __init__(self, root: Path, cfg: CheckpointConfig, config: str, peers: Peers) -> None:
+        self.root, self.cfg, self.config, self.peers = root, cfg, config, peers
+        self.copies: dict[str, Tensor] = {}  # on the host, used again by each save
+        self.thread: threading.Thread | None = None
+        self.problem: str | None = None
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.wait()
+        elif self.thread is not None:  # let it end, but not for long: its peers may be gone
+            self.thread.join(timeout=60)
+
+    def save(self, state: State) -> None:
+        """Write `root/step_N`; then drop what is not to be kept, and later steps, which a resume abandoned."""
+        self.wait()
+        trees = {"params": state.params, "moments": state.moments}
+        items = {name: {key: held(leaf) for key, leaf in flatten(tree).items()} for name, tree in trees.items()}
+        counters = {name: getattr(state, name) for name in COUNTERS}
+        if self.cfg.background:
+            self.thread = threading.Thread(target=self.write, args=(self.copied(items), counters), daemon=True)
+            self.thread.start()
+        else:
+            self.write(items, counters)
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last save is on disk. Raises RunError on all ranks if it failed."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        problem, self.problem = self.problem, None
+        if problem is not None:
+            raise RunError(problem)
+
+    def copied(self, items: Items) -> Items:
+        """The items with copies of this rank's parts, which later steps do not change."""
+        found: dict[str, dict[str, Held]] = {}
+        for name, tensors in items.items():
+            found[name] = {}
+            for key, part in tensors.items():
+                at, values = f"{name}.{key}", part.values.detach()
+                if at not in self.copies:
+                    self.copies[at] = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+                self.copies[at].copy_(values, non_blocking=values.is_cuda)
+                found[name][key] = part._replace(values=self.copies[at])
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return found
+
+    def write(self, items: Items, counters: Mapping[str, int]) -> None:
+        """What all ranks do alike; afterwards `problem` is what went wrong on any of them."""
+        path = self.root / f"step_{counters['step']:08}"
+        directory, together = aside(path.resolve(), "partial"), self.peers.together
+        try:
+            with ExitStack() as stack:
+                together(lambda: self.begin(path, stack))
+                prints = merged(self.peers.gather(together(lambda: self.write_items(directory, items))))
+                names = self.peers.gather(together(lambda: files_of(directory)))[0]
+                rest = [name for name in names if name not in prints][self.peers.rank :: self.peers.world]
+                own = together(lambda: {name: print_of(directory, name) for name in rest})
+                prints |= merged(self.peers.gather(own))
+                together(lambda: self.commit(path, stack, directory, {**counters, "files": prints}))
+        except RunError as error:
+            self.problem = f"saving checkpoint {path} failed: {error}"
+            with suppress(Exception):
+                self.peers.gather(None)  # by when rank 0 has removed what was begun
+        except Exception as error:  # a peer is gone
+            self.problem = f"saving checkpoint {path} failed: {error!r}"
+
+    def begin(self, path: Path, stack: ExitStack) -> None:
+        """Rank 0 makes the directory that all write into; it is gone again if the stack ends before the commit."""
+        if self.peers.rank:
+            return
+        for left in self.root.glob(".step_*.partial"):  # by processes that were killed
+            discard(left)
+        url = f"{self.cfg.url.rstrip('/')}/{path.name}-{secrets.token_hex(4)}/" if self.cfg.url else None
+        if url:
+            stack.push(lambda kind, *_: clear(url) if kind else None)
+        directory = stack.enter_context(atomic_directory(path, overwrite=True))
+        (directory / CONFIG).write_text(self.config, encoding="utf-8")
+        if url:
+            (directory / ELSEWHERE).write_text(json.dumps({"url": url}) + "\n")
+        elif self.cfg.store == "tensorstore":
+            (directory / ARRAYS).mkdir()
+
+    def write_items(self, directory: Path, items: Items) -> dict[str, Print]:
+        if self.cfg.store == "safetensors":
+            return write_files(directory, items, self.peers)
+        place = place_of(directory)
+        assert place is not None
+        write_arrays(
+            place,
+            {f"{name}/{key}": part for name, item in items.items() for key, part in item.items()},
+            self.peers.rank,
+        )
+        return {}
+
+    def commit(self, path: Path, stack: ExitStack, directory: Path, state: Mapping[str, Any]) -> None:
+        if self.peers.rank == 0:
+            (directory / STATE).write_text(json.dumps(state, indent=2) + "\n")
+            elsewhere = place_of(path) if (path / ELSEWHERE).is_file() else None  # of an older save of the same step
+            stack.close()
+            if elsewhere:
+                clear(elsewhere)
+            prune(self.root, number(path), self.cfg.keep, self.cfg.keep_every)
+
+
+def merged(parts: Iterable[Mapping[str, Print]]) -> dict[str, Print]:
+    return {name: found for part in parts for name, found in part.items()}
+
+
+def prune(root: Path, step: int, keep: int, every: int) -> None:
+    for left in root.glob(".step_*.replaced"):  # by a process that was killed
+        settle(root / left.stem[1:])
+    whole = [path for path in steps(root) if not defects(path)]
+    before = [path for path in whole if number(path) <= step]
+    kept = [path for n, path in enumerate(before) if n < keep or (every and number(path) % every == 0)]
+    for path in whole:
+        if path not in kept:
+            discard(path.rename(aside(path, "partial")))  # so that no half of it can be left under its name

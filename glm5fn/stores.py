@@ -1,0 +1,174 @@
+"""The two forms that tensors take in a checkpoint: whole ones in safetensors files, or arrays on tensorstore.
+
+As safetensors, each tensor is gathered by one rank, which writes it into its own file of an item: all ranks own about
+as many bytes, and hold one whole tensor at a time. As arrays, each rank writes the parts that it holds, and nothing is
+gathered; they are below the checkpoint's directory, or where `ELSEWHERE` there says.
+"""
+
+import heapq
+import json
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
+from pathlib import Path
+
+import tensorstore as ts
+import torch
+import xxhash
+from torch import Tensor
+
+from .arrays import Arrays
+from .files import Rows, TensorFiles
+from .mesh import Held
+from .peers import Peers
+from .writer import write_tensors
+
+STATE = "state.json"  # in every checkpoint, and the last file of it to be written
+ARRAYS = "arrays"  # the directory of arrays
+ELSEWHERE = "arrays.json"  # the file that names another place of theirs
+CHUNK = 1 << 24  # bytes of a file that are read at once
+IN_FLIGHT = 2  # tensors that are being sent
+
+Print = tuple[int, str]  # the bytes of a file, and their checksum (XXH3, 128 bits, in hexadecimal)
+Tensors = TensorFiles | Arrays
+Items = Mapping[str, Mapping[str, Held]]  # the tensors of each item of a checkpoint, by key
+
+
+def write_files(directory: Path, items: Items, peers: Peers) -> dict[str, Print]:
+    """Write the tensors that this rank owns, and send what others own. Returns the prints of its files.
+
+    Raises OSError or ValueError for what goes wrong, and then too only after all is sent.
+    """
+    prints: dict[str, Print] = {}
+    problem = None
+    for item, tensors in items.items():
+        owned = owners(tensors, peers.world)
+        whole = exchanged(tensors, owned, peers)
+        try:
+            if (owned[peers.rank] or peers.rank == 0) and not problem:  # SGD has no moments, and says so
+                rows = [(key, tensors[key].values.dtype, tensors[key].shape) for key in owned[peers.rank]]
+                number = f"-{peers.rank + 1:05}-of-{peers.world:05}" if peers.world > 1 else ""
+                path = directory / f"{item}{number}.safetensors"
+                prints[path.name] = write_tensors(path, rows, whole, {"format": "glm5fn"})
+        except (OSError, ValueError) as error:
+            problem = error
+        deque(whole, maxlen=0)
+    if problem is not None:
+        raise problem
+    return prints
+
+
+def owners(tensors: Mapping[str, Held], world: int) -> list[list[str]]:
+    """The tensors that each rank writes, of about as many bytes, in the order of all.
+
+    >>> sizes = {"a": 4, "b": 1, "c": 2, "d": 2}
+    >>> row = {key: Held((n,), (n,), (), torch.zeros(0)) for key, n in sizes.items()}
+    >>> owners(row, 2)
+    [['a', 'b'], ['c', 'd']]
+    """
+    loads = [(0, rank) for rank in range(world)]
+    of: dict[str, int] = {}
+    for key in sorted(tensors, key=lambda key: -tensors[key].bytes):
+        load, of[key] = loads[0]
+        heapq.heapreplace(loads, (load + tensors[key].bytes, of[key]))
+    return [[key for key in tensors if of[key] == rank] for rank in range(world)]
+
+
+def exchanged(tensors: Mapping[str, Held], owned: list[list[str]], peers: Peers) -> Iterator[Tensor]:
+    """The whole tensors that this rank owns, in order; between them, what it holds of the others is sent.
+
+    All ranks go through all tensors in one order, in turns of their owners, so none waits for one that waits for it.
+    """
+    sent: deque = deque()
+    for turn in zip_longest(*owned):
+        for owner, key in enumerate(turn):
+            if key is None:
+                continue
+            if owner == peers.rank:
+                yield gathered(tensors[key], peers)
+            elif tensors[key].written_by(peers.rank) is not None:
+                part = tensors[key].values.detach().cpu().contiguous().flatten().view(torch.uint8)
+                sent.append((peers.send(part, owner), part))
+                if len(sent) > IN_FLIGHT:
+                    sent.popleft()[0].wait()
+    for work, _ in sent:
+        work.wait()
+
+
+def gathered(held: Held, peers: Peers) -> Tensor:
+    """The whole of a tensor, on the rank that owns it."""
+    if [rank for rank, _ in held.parts] == [peers.rank]:
+        return held.values.detach().cpu()
+    whole = torch.empty(held.shape, dtype=held.values.dtype)
+    for source, region in held.parts:
+        target = whole[tuple(slice(start, start + size) for start, size in region)]
+        if source == peers.rank:
+            target.copy_(held.values)
+            continue
+        part = target if target.is_contiguous() else torch.empty(target.shape, dtype=whole.dtype)
+        peers.receive(part.flatten().view(torch.uint8), source)
+        if part is not target:
+            target.copy_(part)
+    return whole
+
+
+def place_of(directory: Path) -> str | None:
+    """The URL of a checkpoint's arrays; None if it has none."""
+    if (directory / ELSEWHERE).is_file():
+        return json.loads((directory / ELSEWHERE).read_text())["url"]
+    return f"file://{(directory / ARRAYS).resolve()}/" if (directory / ARRAYS).is_dir() else None
+
+
+def files_of(directory: Path) -> list[str]:
+    """What a checkpoint consists of: files by their names below it, and the URLs of those that are elsewhere."""
+    place = place_of(directory) if (directory / ELSEWHERE).is_file() else None
+    there = [f"{place}{name.decode()}" for name in ts.KvStore.open(place).result().list().result()] if place else []
+    here = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
+    return sorted([*here, *there])
+
+
+def print_of(directory: Path, name: str) -> Print:
+    """What one of these files holds. Raises OSError if it cannot be read."""
+    digest, size = xxhash.xxh3_128(), 0
+    if "://" in name:
+        data = read_url(name)
+        return len(data), xxhash.xxh3_128_hexdigest(data)
+    with (directory / name).open("rb") as file:
+        while data := file.read(CHUNK):
+            digest.update(data)
+            size += len(data)
+    return size, digest.hexdigest()
+
+
+def read_url(url: str) -> bytes:
+    place, _, name = url.rpartition("/")
+    try:
+        found = ts.KvStore.open(f"{place}/").result().read(name).result()
+    except Exception as error:
+        raise OSError(f"{url}: cannot be read ({error})") from error
+    if found.state != "value":
+        raise FileNotFoundError(f"{url}: is not there")
+    return found.value
+
+
+def discard(directory: Path) -> None:
+    """Remove a checkpoint and what of it is elsewhere."""
+    if (directory / ELSEWHERE).is_file() and (place := place_of(directory)):
+        clear(place)
+    shutil.rmtree(directory)
+
+
+def clear(place: str) -> None:
+    """Remove all files below a URL."""
+    ts.KvStore.open(place).result().delete_range(ts.KvStore.KeyRange()).result()
+
+
+def open_item(directory: Path, item: str, check: Callable[[Rows], list[str]] = lambda rows: []) -> Tensors:
+    """The tensors of an item of a checkpoint, by key. Raises ValueError as `TensorFiles.open` does."""
+    place = place_of(directory)
+    if place is not None:
+        return Arrays.open(place, item, check)
+    return TensorFiles.open_files(
+        directory, sorted(path.name for path in directory.glob(f"{item}*.safetensors")), check
+    )
