@@ -17,7 +17,7 @@ from tyro.extras import subcommand_cli_from_dict
 
 from glm5fn.describe import checksum, describe
 from glm5fn.files import report
-from glm5fn.hf import open_model, survey
+from glm5fn.hf import open_model, survey, verify
 from glm5fn.record import tell
 from glm5fn.save import Form, write_model
 from glm5fn.stored import Kind, differing_copies
@@ -94,6 +94,7 @@ def convert(src: Path, dst: Path, kinds: tuple[Kind, ...], form: Form, shard_siz
     kind = survey(src).kind
     if kind not in kinds:
         raise ValueError(f"{src} is a {kind} directory, must be {' or '.join(kinds)}: use the other command")
+    verify(src)
     cfg, params = open_model(src)
     begin = time.perf_counter()
     written = write_model(

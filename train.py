@@ -2,11 +2,10 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 from configs import RUNS
 from glm5fn import mesh
-from glm5fn.command import parse, refuse
+from glm5fn.command import again, parse, refuse
 from glm5fn.launch import end_with_launcher, launch, launched, restarts
 from glm5fn.plan import plan
 from glm5fn.run import train
@@ -21,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
             print(plan(command.run))
             return 0
         if restarts():
-            command = replace(command, resume="auto")
+            command = again(command)
         refuse(command)
         if not launched() and (command.run.mesh.world > 1 or command.max_restarts):
             return launch(__file__, argv, command.run.mesh.world, command.max_restarts)

@@ -27,6 +27,9 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"glm5fn: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("glm5fn: interrupted; the same call goes on where it can", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

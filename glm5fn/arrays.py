@@ -88,9 +88,9 @@ def slices(region: Region) -> tuple[slice, ...]:
 
 
 def as_array(values: Tensor) -> np.ndarray:
-    """A tensor on the CPU as an array of the same memory."""
+    """A tensor as an array, of the same memory if it is on the CPU."""
     kind = ts.dtype(dtype_name(values.dtype)).numpy_dtype
-    return values.detach().view(BITS[values.element_size()]).numpy().view(kind)
+    return values.detach().cpu().contiguous().view(BITS[values.element_size()]).numpy().view(kind)
 
 
 @dataclass(frozen=True)

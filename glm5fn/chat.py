@@ -45,10 +45,14 @@ def open_template(tokenizer: str, path: str | None) -> Render:
     file = Path(path) if path is not None else directory / "chat_template.jinja"
     settings = {} if tokenizer == "bytes" else tokenizer_config(directory)
     if file.is_file():
-        text = file.read_text(encoding="utf-8")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: must be UTF-8 text ({error.reason})") from error
     else:
         found = settings.get("chat_template") if path is None else None
-        named = {each["name"]: each["template"] for each in found} if isinstance(found, list) else {"default": found}
+        several = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else None
+        named = {"default": found} if several is None else {each.get("name"): each.get("template") for each in several}
         text, file = named.get("default"), file if path is not None else directory / "tokenizer_config.json"
         if not isinstance(text, str):
             raise ValueError(f"{file}: has no chat template: set data.template to a Jinja file")
@@ -56,7 +60,8 @@ def open_template(tokenizer: str, path: str | None) -> Render:
         template = environment().from_string(text)
     except TemplateError as error:
         raise ValueError(f"{file}: must be a Jinja template ({error})") from error
-    tokens = {name: token_name(token) for name, token in settings.items() if name.endswith("_token")}
+    named = {name: token_name(token) for name, token in settings.items() if name.endswith("_token")}
+    tokens = {name: token for name, token in named.items() if isinstance(token, str)}
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
         try:
@@ -105,7 +110,7 @@ def encode_chat(
     a message is one; else only the template makes them.
     """
     messages, tools = checked(row)
-    mark = "" if control else unused(row)
+    mark = "" if control else unused([messages, tools])
     messages, tools = broken([messages, tools], weak_places(frozenset(tokenizer.control)), mark)
 
     def encode(turns: int) -> Conversation:
@@ -130,36 +135,43 @@ def checked(row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], Any]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {number} must be an object with a role")
         content, calls = message.get("content"), message.get("tool_calls")
+        if "content" not in message and not calls and "reasoning_content" not in message:
+            raise ValueError(f"message {number} has no content, has {', '.join(sorted(map(str, message)))}")
         if not isinstance(content, str | list | None):
             raise ValueError(f"message {number}'s content is of type {type(content).__name__}, must be a text or parts")
+        for part in content if isinstance(content, list) and message["role"] != "tool" else ():
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"message {number} has a part that is no text: {str(part)[:80]}")
         if not isinstance(calls, list | None):
             raise ValueError(f"message {number}'s tool_calls are of type {type(calls).__name__}, must be a list")
     if not isinstance(row.get("tools"), list | None):
         raise ValueError(f"'tools' is of type {type(row['tools']).__name__}, must be a list")
+    found = [with_arguments(message) for message in messages], row.get("tools") or None
     try:
-        json.dumps(row, ensure_ascii=False).encode()
+        json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"a message has half a surrogate pair, must be Unicode text ({error.reason})") from error
-    return [with_arguments(message) for message in messages], row.get("tools") or None
+    return found
 
 
 def with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message with the arguments of its calls as objects, which is what templates expect; some write JSON texts."""
     calls = []
     for call in message.get("tool_calls") or ():
-        function = call.get("function") if isinstance(call, dict) else None
+        function = call.get("function", call) if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
                 read = json.loads(function["arguments"])
             except ValueError as error:
                 raise ValueError(f"the arguments of a call must be an object, or JSON of one ({error})") from error
-            call = {**call, "function": {**function, "arguments": read}}
+            function = {**function, "arguments": read}
+            call = {**call, "function": function} if "function" in call else function
         calls.append(call)
     return {**message, "tool_calls": calls} if calls else message
 
 
-def unused(row: Mapping[str, Any]) -> str:
-    """A character that the row does not have, neither as it is nor as JSON may escape it."""
+def unused(row: Any) -> str:
+    """A character that a row does not have, neither as it is nor as JSON may escape it."""
     there = json.dumps(row, ensure_ascii=False)
     for char in map(chr, PRIVATE):
         if char not in there and escaped(char) not in there:

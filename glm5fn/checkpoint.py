@@ -8,12 +8,13 @@ random is drawn once a run has begun.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from . import settings
@@ -79,31 +80,64 @@ def defects(path: Path) -> list[str]:
 
 
 def damage(path: Path, peers: Peers) -> list[str]:
-    """Why a checkpoint cannot be used, by all that is in it, of which each rank reads a share; alike on all ranks."""
-    found = defects(path)
-    if not found:
+    """Why a checkpoint cannot be used, by all that is in it, of which each rank reads a share; alike on all ranks.
+
+    RunError on all ranks for what one cannot read: a disk that does not answer says nothing of what is on it.
+    """
+
+    def faults() -> list[str]:
+        if found := defects(path):
+            return found
         _, prints = read_state(path)
         for name in sorted(prints)[peers.rank :: peers.world]:
             try:
                 if print_of(path, name) != prints[name]:
                     found.append(f"{path / name} does not hold what was written: its checksum differs")
-            except OSError as error:
-                found.append(f"{path}: {name} cannot be read ({error})")
-    return list(dict.fromkeys(fault for part in peers.gather(found) for fault in part))
+            except FileNotFoundError:
+                found.append(f"{path}: {name} is missing")
+        return found
+
+    parts = peers.gather(peers.together(faults))
+    return list(dict.fromkeys(fault for part in parts for fault in part))
+
+
+def harmed(path: Path) -> bool:
+    """Whether a checkpoint is damaged, by all that is in it, in one process."""
+    try:
+        return bool(defects(path)) or any(print_of(path, name) != was for name, was in read_state(path)[1].items())
+    except OSError:
+        return True
 
 
 def read_state(path: Path) -> tuple[dict[str, int], dict[str, Print]]:
     """The counters of a checkpoint, and what its files are."""
     state = json.loads((path / STATE).read_text())
     prints = {name: (int(size), str(checksum)) for name, (size, checksum) in dict(state["files"]).items()}
-    return {name: int(state[name]) for name in COUNTERS}, prints
+    counters = {name: int(state[name]) for name in COUNTERS}
+    if state["checksum"] != checksum_of(counters, prints):
+        raise ValueError("its checksum differs")
+    return counters, prints
 
 
-def newest(root: Path, wrong: Callable[[Path], list[str]] = defects) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint of a run, and what is wrong with each newer one."""
+def checksum_of(counters: Mapping[str, int], prints: Mapping[str, Print]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps([counters, prints], sort_keys=True).encode())
+
+
+def write_state(path: Path, counters: Mapping[str, int], prints: Mapping[str, Print]) -> None:
+    """Write what `read_state` reads."""
+    state = {**counters, "files": prints, "checksum": checksum_of(counters, prints)}
+    (path / STATE).write_text(json.dumps(state, indent=2) + "\n")
+
+
+def newest(root: Path, peers: Peers | None = None) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint of a run, and what is wrong with each newer one.
+
+    peers: all ranks, which look at those that the first of them finds, and read all of them; else sizes alone tell.
+    """
+    paths = steps(root) if peers is None else peers.gather(steps(root))[0]
     skipped: list[str] = []
-    for path in steps(root):
-        found = wrong(path)
+    for path in paths:
+        found = defects(path) if peers is None else damage(path, peers)
         if not found:
             return path, skipped
         skipped += found

@@ -14,8 +14,9 @@ import tyro
 
 from . import checkpoint, corpora, limits, settings
 from .device import choose, widest
-from .hf import open_model
-from .record import METRICS
+from .hf import open_model, verify
+from .launch import launched
+from .record import METRICS, read_metrics
 from .settings import CONFIG, RunConfig
 from .typed import ConfigError
 
@@ -30,7 +31,7 @@ class Ask:
     init: start from the weights of this directory, native or Hugging Face, whose model is taken too.
     export: write the trained model there as a Hugging Face directory.
     plan: tell what the run will need, and do nothing.
-    max_restarts: how often the processes start again, from the newest checkpoint, when one of them is lost.
+    max_restarts: how often the processes start again, from the newest checkpoint, after one of them failed.
     """
 
     config: str = "dense-tiny"
@@ -127,6 +128,8 @@ def refuse_start(command: Command) -> None:
             raise ConfigError(f"--init {command.init} and --resume {command.start} are two starts: leave one out")
         try:
             open_model(command.init, command.run.model)
+            if not launched():
+                verify(command.init)
         except (ValueError, OSError) as error:
             raise ConfigError(f"--init {command.init}: {error}") from error
     if command.start is not None and (found := checkpoint.defects(command.start)):
@@ -137,7 +140,19 @@ def refuse_start(command: Command) -> None:
         try:
             checkpoint.open_tensors(saved, command.run)
         except (ValueError, OSError) as error:
+            if command.resume == "auto" and checkpoint.harmed(saved):
+                return  # the run will take the one before
             raise ConfigError(f"--resume {command.resume}: not of this model and optimizer: {error}") from error
+
+
+def again(command: Command) -> Command:
+    """The command as it is to be when its processes start again: from what they have saved since, if they have."""
+    path, _ = checkpoint.newest(command.directory / "checkpoints")
+    if command.start is None:
+        return replace(command, resume="auto")
+    done = max((record["step"] for record in read_metrics(command.directory)), default=0)
+    own = path is not None and checkpoint.number(command.start) < checkpoint.number(path) <= done
+    return replace(command, resume="auto") if own else command
 
 
 def refuse_places(command: Command) -> None:

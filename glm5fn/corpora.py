@@ -94,10 +94,13 @@ def open_data(cfg: DataConfig, model: Vocabulary, seed: int) -> Data:
             raise ValueError(f"{name}: has {tokens} tokens, must have at least {least}")
         if not sets:
             raise ValueError(f"{name}: has no document of at least two tokens")
-        last = sets[-1]
-        held = min(max(round(cfg.held_out * sum(map(len, sets))), 1), len(last) - 1) if cfg.held_out else 0
-        train.append(Joined([*(Part(each, 0, len(each)) for each in sets[:-1]), Part(last, 0, len(last) - held)]))
-        held_out.append(Part(last, len(last) - held, held))
+        count = sum(map(len, sets))
+        held = min(max(round(cfg.held_out * count), 1), count - 1) if cfg.held_out else 0
+        ends = np.cumsum([len(each) for each in sets])
+        begins = [int(end) - len(each) for each, end in zip(sets, ends, strict=True)]
+        kept = [min(max(count - held - begin, 0), len(each)) for each, begin in zip(sets, begins, strict=True)]
+        train.append(Joined([Part(each, 0, n) for each, n in zip(sets, kept, strict=True)]))
+        held_out += [Part(each, n, len(each) - n) for each, n in zip(sets, kept, strict=True)]
         notices += said
         if cfg.held_out and not held:
             notices.append(f"{name}: is one window: none is held out")
@@ -161,8 +164,9 @@ def read_chats(
     def read(line: bytes) -> Conversation:
         return encode_chat(read_object(line), tokenizer, template, ends, cfg.seq_len, cfg.control_tokens)
 
-    found, bad = [], []
+    found, bad, typed = [], [], 0
     for block in blocks(path, cfg.field):
+        typed += sum(any(name.encode() in line for name in tokenizer.control) for line in block.rows)
         good, wrong = read_rows(block, read, cfg.skip_bad)
         found += good
         bad += wrong
@@ -173,6 +177,9 @@ def read_chats(
     corpus = corpus_of(str(path), ids, [np.array([len(each)]) for each in ids], model)
     bare = len(found) - len(labelled)
     notices = [f"{path}: {bare} of {len(found)} rows have no label, and were left out"] if bare else []
+    if typed and not cfg.control_tokens:
+        meant = "are taken as text, by the template too: set data.control-tokens if they are meant"
+        notices.append(f"{path}: what reads like control tokens in {typed} rows {meant}")
     learned = np.concatenate([each.learned for each in labelled])
     return [replace(corpus, learned=learned)], [*left_out(path, bad), *notices]
 

@@ -1,8 +1,7 @@
 """Samples of one length, in an order that only the seed and a sample's number decide."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -86,6 +85,7 @@ class Data:
     seed: int | None
     order: Sequence[int] = (0,)
     notices: tuple[str, ...] = ()
+    orders: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, init=False)
 
     def rows(self, numbers: np.ndarray) -> Rows:
         """The samples that stand at these places of the run."""
@@ -108,11 +108,19 @@ class Data:
         epochs, index = np.divmod(taken, size)
         if self.seed is not None:
             for epoch in np.unique(epochs):
-                index[epochs == epoch] = permutation(size, self.seed, int(epoch), n)[index[epochs == epoch]]
+                index[epochs == epoch] = self.order_in(n, int(epoch))[index[epochs == epoch]]
         return index
 
+    def order_in(self, n: int, epoch: int) -> np.ndarray:
+        """In which order a set is read in an epoch. Those of its last two epochs are kept."""
+        assert self.seed is not None
+        if (n, epoch) not in self.orders:
+            for older in [key for key in self.orders if key[0] == n and abs(key[1] - epoch) > 1]:
+                del self.orders[older]
+            self.orders[n, epoch] = permutation(len(self.train[n]), self.seed, epoch, n)
+        return self.orders[n, epoch]
 
-@lru_cache(maxsize=8)
+
 def permutation(size: int, seed: int, epoch: int, n: int) -> np.ndarray:
     """Of 0 .. size - 1. It sorts raw bits, which NumPy promises not to change, unlike its own `permutation`."""
     return np.argsort(np.random.PCG64(np.random.SeedSequence((seed, epoch, n))).random_raw(size), kind="stable")

@@ -4,6 +4,7 @@ A native directory has `"format": "glm5fn"` in its config.json. Nothing is trans
 dims are viewed as one, and a row with several keys is stacked from them, so a round trip keeps every bit.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from .fp8 import E4M3, METHOD, SCALE
 from .model import model_specs
 from .settings import CONFIG
 from .stored import Kind, Source, Stored, copies, differing_copies, sources, without_absent_mtp
-from .stores import STATE, Tensors, open_item
+from .stores import STATE, Tensors, open_item, print_of
 from .tree import tree_map, unflatten
 
 FORMAT = "glm5fn"
@@ -120,6 +121,15 @@ def open_model(path: str | Path, cfg: ModelConfig | None = None) -> tuple[ModelC
     for notice in seen.notices:
         warn(f"{path}: {notice}", stacklevel=2)
     return seen.cfg, unflatten(seen.stored)
+
+
+def verify(path: Path) -> None:
+    """Read all of a run's checkpoint. Raises ValueError that names the file that does not hold what was written."""
+    if not (path / STATE).is_file():
+        return
+    for name, was in json.loads((path / STATE).read_text())["files"].items():
+        if print_of(path, name) != tuple(was):
+            raise ValueError(f"{path / name} does not hold what was written: its checksum differs")
 
 
 def method_faults(config: Mapping[str, Any]) -> list[str]:

@@ -42,10 +42,11 @@ def open_shard(prefix: Path) -> Shard:
             known = ", ".join(f"{code} ({np.dtype(kind)})" for code, kind in TYPES.items())
             raise ValueError(f"{index}: must be of version {VERSION}, with tokens of type {known}; has {head.tolist()}")
         kind, sequences = np.dtype(TYPES[int(head["code"][0])]), int(head["sequences"][0])
+        listed, size = int(head["documents"][0]), index.stat().st_size
+        if size != (must := len(MAGIC) + HEAD.itemsize + 12 * sequences + 8 * listed):
+            raise ValueError(f"{index}: has {size} bytes, must have {must} for its {sequences} sequences: is it whole?")
         lengths, starts = np.fromfile(file, "<i4", sequences), np.fromfile(file, "<i8", sequences)
-        first = np.fromfile(file, "<i8", int(head["documents"][0]))
-    if len(starts) < sequences or len(first) < head["documents"][0]:
-        raise ValueError(f"{index}: is cut short: must have {sequences} sequences")
+        first = np.fromfile(file, "<i8", listed)
     ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     size = data.stat().st_size
     if not np.array_equal(starts, ends[:-1] * kind.itemsize) or ends[-1] * kind.itemsize != size:

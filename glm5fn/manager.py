@@ -6,18 +6,29 @@ import threading
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .arrays import write_arrays
-from .checkpoint import COUNTERS, State, defects, number, steps
+from .checkpoint import COUNTERS, State, defects, number, steps, write_state
 from .directory import aside, atomic_directory, settle
 from .mesh import Held, RunError, held
 from .peers import Peers
 from .settings import CONFIG, CheckpointConfig
-from .stores import ARRAYS, ELSEWHERE, STATE, Items, Print, clear, discard, files_of, place_of, print_of, write_files
+from .stores import (
+    ARRAYS,
+    ELSEWHERE,
+    Items,
+    Print,
+    clear,
+    discard,
+    elsewhere,
+    files_of,
+    place_of,
+    print_of,
+    write_files,
+)
 from .tree import flatten
 
 
@@ -34,6 +45,7 @@ class CheckpointManager:
         self.copies: dict[str, Tensor] = {}  # on the host, used again by each save
         self.thread: threading.Thread | None = None
         self.problem: str | None = None
+        self.notices: list[str] = []  # what a user should be told, from rank 0
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -84,71 +96,104 @@ class CheckpointManager:
     def write(self, items: Items, counters: Mapping[str, int]) -> None:
         """What all ranks do alike; afterwards `problem` is what went wrong on any of them."""
         path = self.root / f"step_{counters['step']:08}"
-        directory, together = aside(path.resolve(), "partial"), self.peers.together
+        directory, peers = aside(path.resolve(), "partial"), self.peers
         try:
             with ExitStack() as stack:
-                together(lambda: self.begin(path, stack))
-                prints = merged(self.peers.gather(together(lambda: self.write_items(directory, items))))
-                names = self.peers.gather(together(lambda: files_of(directory)))[0]
-                rest = [name for name in names if name not in prints][self.peers.rank :: self.peers.world]
-                own = together(lambda: {name: print_of(directory, name) for name in rest})
-                prints |= merged(self.peers.gather(own))
-                together(lambda: self.commit(path, stack, directory, {**counters, "files": prints}))
+                peers.together(lambda: self.begin(path, stack))
+                own, problem = self.write_items(directory, items)
+                peers.together(lambda: agreed(problem))
+                prints = merged(peers.gather(own))
+                names = peers.gather(peers.together(lambda: files_of(directory)))[0]
+                rest = [name for name in names if name not in prints][peers.rank :: peers.world]
+                prints |= merged(
+                    peers.gather(peers.together(lambda: {name: print_of(directory, name) for name in rest}))
+                )
+                peers.together(lambda: self.commit(path, stack, directory, counters, prints))
         except RunError as error:
             self.problem = f"saving checkpoint {path} failed: {error}"
             with suppress(Exception):
-                self.peers.gather(None)  # by when rank 0 has removed what was begun
-        except Exception as error:  # a peer is gone
+                peers.gather(None)  # by when rank 0 has removed what was begun
+        except Exception as error:  # a peer is gone, or will wait for what this rank cannot send
             self.problem = f"saving checkpoint {path} failed: {error!r}"
+            peers.leave()
 
     def begin(self, path: Path, stack: ExitStack) -> None:
         """Rank 0 makes the directory that all write into; it is gone again if the stack ends before the commit."""
         if self.peers.rank:
             return
+        self.root.mkdir(exist_ok=True)  # in a run's directory, which was there
         for left in self.root.glob(".step_*.partial"):  # by processes that were killed
-            discard(left)
+            self.drop(left)
+        if path.exists() and defects(path):  # and could not be told from what is not ours
+            self.drop(path)
         url = f"{self.cfg.url.rstrip('/')}/{path.name}-{secrets.token_hex(4)}/" if self.cfg.url else None
         if url:
-            stack.push(lambda kind, *_: clear(url) if kind else None)
+            stack.push(lambda kind, *_: self.cleared(url) if kind else None)
         directory = stack.enter_context(atomic_directory(path, overwrite=True))
         (directory / CONFIG).write_text(self.config, encoding="utf-8")
         if url:
-            (directory / ELSEWHERE).write_text(json.dumps({"url": url}) + "\n")
+            where = {"url": url, "owner": str(self.root.resolve())}
+            (directory / ELSEWHERE).write_text(json.dumps(where) + "\n")
         elif self.cfg.store == "tensorstore":
             (directory / ARRAYS).mkdir()
 
-    def write_items(self, directory: Path, items: Items) -> dict[str, Print]:
+    def write_items(self, directory: Path, items: Items) -> tuple[dict[str, Print], str | None]:
+        """Write this rank's part -> (the prints of files that are known already, what went wrong)."""
         if self.cfg.store == "safetensors":
             return write_files(directory, items, self.peers)
-        place = place_of(directory)
-        assert place is not None
-        write_arrays(
-            place,
-            {f"{name}/{key}": part for name, item in items.items() for key, part in item.items()},
-            self.peers.rank,
-        )
-        return {}
+        tensors = {f"{name}/{key}": part for name, item in items.items() for key, part in item.items()}
+        try:
+            place = place_of(directory)
+            if place is None:
+                raise OSError(f"{directory} is not there: all ranks must see the directory of a run")
+            write_arrays(place, tensors, self.peers.rank)
+        except (OSError, ValueError) as error:
+            return {}, str(error)
+        return {}, None
 
-    def commit(self, path: Path, stack: ExitStack, directory: Path, state: Mapping[str, Any]) -> None:
-        if self.peers.rank == 0:
-            (directory / STATE).write_text(json.dumps(state, indent=2) + "\n")
-            elsewhere = place_of(path) if (path / ELSEWHERE).is_file() else None  # of an older save of the same step
-            stack.close()
-            if elsewhere:
-                clear(elsewhere)
-            prune(self.root, number(path), self.cfg.keep, self.cfg.keep_every)
+    def commit(
+        self, path: Path, stack: ExitStack, directory: Path, counters: Mapping[str, int], prints: Mapping[str, Print]
+    ) -> None:
+        if self.peers.rank:
+            return
+        write_state(directory, counters, prints)
+        older = None  # what says where the arrays are of a save of the same step
+        with suppress(OSError, ValueError):
+            older = elsewhere(path)
+        stack.close()
+        if older and older["owner"] == str(self.root.resolve()):
+            self.cleared(older["url"])
+        self.prune(number(path))
+
+    def prune(self, step: int) -> None:
+        for left in self.root.glob(".step_*.replaced"):  # by a process that was killed
+            settle(self.root / left.stem[1:])
+        whole = [path for path in steps(self.root) if not defects(path)]
+        before = [path for path in whole if number(path) <= step]
+        keep, every = self.cfg.keep, self.cfg.keep_every
+        kept = [path for n, path in enumerate(before) if n < keep or (every and number(path) % every == 0)]
+        for path in whole:
+            if path not in kept:
+                self.drop(path.rename(aside(path, "partial")))  # so that no half of it can be left under its name
+
+    def drop(self, path: Path) -> None:
+        """Remove a checkpoint; one that cannot be removed is told, and no reason to stop."""
+        try:
+            discard(path)
+        except OSError as error:
+            self.notices.append(str(error))
+
+    def cleared(self, url: str) -> None:
+        try:
+            clear(url)
+        except OSError as error:
+            self.notices.append(f"not removed: {error}")
+
+
+def agreed(problem: str | None) -> None:
+    if problem is not None:
+        raise OSError(problem)
 
 
 def merged(parts: Iterable[Mapping[str, Print]]) -> dict[str, Print]:
     return {name: found for part in parts for name, found in part.items()}
-
-
-def prune(root: Path, step: int, keep: int, every: int) -> None:
-    for left in root.glob(".step_*.replaced"):  # by a process that was killed
-        settle(root / left.stem[1:])
-    whole = [path for path in steps(root) if not defects(path)]
-    before = [path for path in whole if number(path) <= step]
-    kept = [path for n, path in enumerate(before) if n < keep or (every and number(path) % every == 0)]
-    for path in whole:
-        if path not in kept:
-            discard(path.rename(aside(path, "partial")))  # so that no half of it can be left under its name

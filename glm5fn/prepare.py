@@ -1,48 +1,27 @@
 """Texts to token shards on disk: by many processes, in the order of the texts; a run that was stopped goes on."""
 
-import json
 import multiprocessing
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated
 
-import numpy as np
+import xxhash
 from tqdm import tqdm
 from tyro.conf import Positional, arg
 
-from .directory import occupied, sync
-from .indexed import PREPARED, PROGRESS, write_index
+from .directory import occupied
 from .record import tell
+from .shards import Settings, Shards, finished
 from .sources import SUFFIXES, Block, Encoded, blocks, encode_block
 from .text import Tokenizer, open_tokenizer, with_control
 from .typed import ConfigError
-
-RECORD_EVERY = 10.0  # seconds of work that a stop may lose
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What decides the bytes of the shards."""
-
-    inputs: tuple[tuple[str, int], ...]  # path and size of each
-    tokenizer: str
-    end: int  # the id that ends a document
-    size: int  # all ids are below
-    field: str
-    control_tokens: bool
-    skip_bad: bool
-    shard_tokens: int
-
-    @property
-    def kind(self) -> np.dtype:
-        """Of the tokens; Megatron-LM has no unsigned type of four bytes."""
-        return np.dtype("<u2" if self.size <= 1 << 16 else "<i4")
 
 
 def prepare(
@@ -75,13 +54,16 @@ def prepare(
     try:
         paths = files_of(inputs)
         opened = open_tokenizer(tokenizer, end)
+        if tokenizer == "bytes" and end is not None:
+            raise ValueError(f"--end {end}: bytes have an end of their own: leave it out, or set --tokenizer")
         if opened.end is None:
             raise ValueError(f"{tokenizer}: nothing ends a document: set --end to a token of it")
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     settings = Settings(
-        inputs=tuple((str(path), path.stat().st_size) for path in paths),
-        tokenizer=tokenizer,
+        inputs=tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths),
+        tokenizer=tokenizer if tokenizer == "bytes" else str(Path(tokenizer).resolve()),
+        tokenizer_checksum=checksum_of(tokenizer),
         end=opened.end,
         size=opened.size,
         field=field,
@@ -96,7 +78,7 @@ def prepare(
         with (
             Shards(out, settings) as shards,
             tqdm(
-                total=sum(size for _, size in settings.inputs), unit="B", unit_scale=True, disable=None, leave=False
+                total=sum(size for _, size, _ in settings.inputs), unit="B", unit_scale=True, disable=None, leave=False
             ) as bar,
         ):
             for encoded in in_order(skipped(settings, shards.state["blocks"]), settings, workers):
@@ -126,23 +108,16 @@ def files_of(inputs: Sequence[Path]) -> list[Path]:
     return found
 
 
-def finished(out: Path, settings: Settings) -> dict[str, Any] | None:
-    """What a whole directory of shards holds; None if it is not whole. Raises ConfigError if it is of another call."""
-    for name in (PREPARED, PROGRESS):
-        if (out / name).is_file():
-            held = json.loads((out / name).read_text())
-            wanted = json.loads(json.dumps(asdict(settings)))
-            if differ := [key for key, value in wanted.items() if held["settings"].get(key) != value]:
-                raise ConfigError(f"{out} was begun with another {', '.join(differ)}: name another place")
-            return held if name == PREPARED else None
-    if any(not path.name.startswith(".") for path in out.iterdir()):
-        raise ConfigError(f"{out} holds something else already: name another place")
-    return None
+def checksum_of(tokenizer: str) -> str:
+    """Of the file that decides how texts are encoded."""
+    path = Path(tokenizer)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    return "" if tokenizer == "bytes" else xxhash.xxh3_128_hexdigest(file.read_bytes())
 
 
 def skipped(settings: Settings, count: int) -> Iterator[Block]:
     """The blocks of all inputs after the first `count`, which were written before."""
-    every = (block for path, _ in settings.inputs for block in blocks(Path(path), settings.field))
+    every = (block for path, *_ in settings.inputs for block in blocks(Path(path), settings.field))
     for number, block in enumerate(every):
         if number >= count:
             yield block
@@ -156,7 +131,7 @@ def in_order(items: Iterable[Block], settings: Settings, workers: int) -> Iterat
     context = multiprocessing.get_context("forkserver")  # of which each process is a copy, without threads
     context.set_forkserver_preload([__name__])
     pending: deque[Future[Encoded]] = deque()
-    with ProcessPoolExecutor(workers, context, initializer=single) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=single, initargs=(os.getpid(),)) as pool:
         try:
             for block in items:
                 pending.append(pool.submit(work, block, settings))
@@ -164,14 +139,24 @@ def in_order(items: Iterable[Block], settings: Settings, workers: int) -> Iterat
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
+        except BrokenProcessPool as error:
+            why = "was it out of memory? The same call goes on; fewer --workers take less"
+            raise ValueError(f"a process that encodes texts was killed: {why}") from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def single() -> None:
-    """Keep a process of several from starting threads of its own."""
+def single(parent: int) -> None:
+    """Keep a process of several from starting threads of its own, and from staying when the first one is gone."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def watch() -> None:
+        while Path(f"/proc/{parent}").exists() or not Path("/proc").exists():
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def work(block: Block, settings: Settings) -> Encoded:
@@ -183,110 +168,3 @@ def work(block: Block, settings: Settings) -> Encoded:
 def opened(name: str, end: int, control_tokens: bool) -> Tokenizer:
     found = open_tokenizer(name, end)
     return with_control(found) if control_tokens else found
-
-
-class Shards:
-    """The shards of a directory while they are written. What is on disk, and how far it goes, is recorded on the way.
-
-    blocks: how many blocks are in it.
-    """
-
-    def __init__(self, out: Path, settings: Settings) -> None:
-        self.out, self.settings = out, settings
-        counts = ("blocks", "shards", "documents", "tokens", "bad", "open", "shard_tokens", "shard_documents")
-        self.state: dict[str, Any] = dict.fromkeys(counts, 0)
-        if (out / PROGRESS).is_file():
-            held = json.loads((out / PROGRESS).read_text())
-            self.state = {name: held[name] for name in counts}
-        self.recorded = time.monotonic()
-
-    @property
-    def open(self) -> int:
-        """How many tokens there are of a document that has not ended."""
-        return self.state["open"]
-
-    def __enter__(self) -> "Shards":
-        if not self.state["blocks"]:
-            self.write(PROGRESS)  # by which a run that is stopped at once is known
-        self.open_files()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.data.close()
-        self.lengths.close()
-
-    def path(self, suffix: str) -> Path:
-        return self.out / f"shard_{self.state['shards']:05}{suffix}"
-
-    def open_files(self) -> None:
-        """Open the files of the shard at hand, without what was written after the last record."""
-        self.data = reopened(self.path(".bin"), self.state["shard_tokens"] * self.settings.kind.itemsize)
-        self.lengths = reopened(self.path(".lengths"), self.state["shard_documents"] * 4)
-
-    def add(self, encoded: Encoded) -> None:
-        """Write the documents of the next block; the last one may go on in the block that follows."""
-        lengths = np.diff(encoded.ends, prepend=-self.open)
-        if lengths.max(initial=0) > np.iinfo("<i4").max:
-            raise ValueError(f"a document has {lengths.max()} tokens: cut it, the format counts to 2 ** 31 - 1")
-        self.data.write(encoded.ids.tobytes())
-        self.lengths.write(lengths.astype("<i4").tobytes())
-        rest = len(encoded.ids) - (encoded.ends[-1] if len(encoded.ends) else -self.open)
-        self.state["open"] = int(rest)
-        for name, count in (("tokens", len(encoded.ids)), ("documents", len(lengths))):
-            self.state[f"shard_{name}"] += count
-            self.state[name] += count
-        self.state["bad"] += len(encoded.bad)
-        self.state["blocks"] += 1
-        if self.state["shard_tokens"] >= self.settings.shard_tokens and not rest:
-            self.finish()
-        elif time.monotonic() - self.recorded > RECORD_EVERY:
-            self.record()
-
-    def record(self) -> None:
-        """Put what is written on disk, and then how far it goes."""
-        for file in (self.data, self.lengths):
-            file.flush()
-            sync(Path(file.name))
-        self.write(PROGRESS)
-        self.recorded = time.monotonic()
-
-    def write(self, name: str) -> None:
-        text = json.dumps({"settings": asdict(self.settings), **self.state}, indent=2) + "\n"
-        temporary = self.out / f".{name}"
-        temporary.write_text(text)
-        sync(temporary)
-        temporary.rename(self.out / name)
-        sync(self.out)
-
-    def finish(self) -> None:
-        """End the shard at hand and begin another."""
-        self.record()
-        lengths = np.fromfile(self.path(".lengths"), "<i4")
-        with self.path(".idx").open("wb") as file:
-            write_index(file, self.settings.kind, lengths)
-        sync(self.path(".idx"))
-        self.data.close()
-        self.lengths.close()
-        old = self.path(".lengths")
-        self.state |= {"shards": self.state["shards"] + 1, "shard_tokens": 0, "shard_documents": 0}
-        self.open_files()
-        self.record()
-        old.unlink()
-
-    def close(self) -> dict[str, Any]:
-        """End the last shard; the directory is whole once this returns."""
-        if self.state["shard_tokens"] or not self.state["shards"]:
-            self.finish()
-        for suffix in (".bin", ".lengths"):  # of a shard that has nothing
-            self.path(suffix).unlink()
-        self.write(PREPARED)
-        (self.out / PROGRESS).unlink()
-        return self.state
-
-
-def reopened(path: Path, size: int) -> BinaryIO:
-    """A file to be written on after its first bytes."""
-    file = path.open("r+b" if path.exists() else "w+b")
-    file.truncate(size)
-    file.seek(size)
-    return file

@@ -171,7 +171,7 @@ def rehearse(run: RunConfig) -> Rehearsal:
                 yield batch
 
         with ledger:
-            names, _ = tally(setup, [batch], stop=False)
+            names, _ = tally(setup, [batch], False, False)
             _, grads = gradient(setup, params, batches(), dict.fromkeys(names, 1.0))
             grad_norm(grads, setup.comm)
         exchanges = ledger.exchanges + (times - 2) * ledger.exchanges[begun[0] : begun[-1]]

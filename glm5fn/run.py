@@ -124,7 +124,9 @@ def find(root: Path, resume: str | None, peers: Peers) -> tuple[Path | None, lis
         if found := checkpoint.damage(Path(resume), peers):
             raise mesh.RunError("; ".join(found))
         return Path(resume), [f"resuming {resume}"]
-    path, skipped = checkpoint.newest(root, partial(checkpoint.damage, peers=peers))
+    path, skipped = checkpoint.newest(root, peers)
+    if path is None and skipped:
+        raise mesh.RunError(f"no checkpoint in {root} is whole ({'; '.join(skipped)}): repair one, or move them away")
     notices = [f"skipping a checkpoint that is not whole: {why}" for why in skipped]
     return path, [*notices, f"resuming {path}" if path else f"no checkpoint in {root}: starting at step 0"]
 
@@ -192,6 +194,8 @@ def follow(
         if not torch.isfinite(grad_norm({"params": state.params, "moments": state.moments}, setup.comm)):
             raise mesh.RunError(f"step {state.step}: parameters or moments are not finite, so they were not saved")
         manager.save(state)
+        while manager.notices:
+            say(manager.notices.pop(0))
 
     while state.step < run.steps:
         start = time.perf_counter()

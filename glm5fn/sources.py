@@ -101,17 +101,23 @@ def lines_of(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 def text_blocks(path: Path) -> Iterator[Block]:
     """One document, in pieces that are cut before a space where there is one."""
-    line, rest = 1, ""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    line, rest, begun, some = 1, "", False, False
+    decoder = codecs.getincrementaldecoder("utf-8")()
     with path.open("rb") as file:
         while raw := file.read(SIZE):
-            rest += decoded(decoder, raw, False, path, line)
+            text = decoded(decoder, raw, False, path, line)
+            rest += text if begun else text.removeprefix("\ufeff")
+            begun = begun or bool(text)
             line += raw.count(b"\n")
             space = rest.rfind(" ", 1)
             cut = space if space > 0 else len(rest)
             piece, rest = rest[:cut], rest[cut:]
-            yield Block(path, 1, [piece], "piece", len(raw))
-    yield Block(path, 1, [rest + decoded(decoder, b"", True, path, line)], "last piece", 0)
+            if piece:
+                yield Block(path, 1, [piece], "piece", len(raw))
+                some = True
+    rest += decoded(decoder, b"", True, path, line)
+    if rest or some:  # a file without text is no document
+        yield Block(path, 1, [rest], "last piece", 0)
 
 
 def decoded(decoder: codecs.IncrementalDecoder, raw: bytes, final: bool, path: Path, line: int) -> str:
@@ -143,8 +149,14 @@ def texts_of(column: Any) -> list[Any]:
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
-        raw = column.view("binary" if column.type == "string" else "large_binary").to_pylist()
-        return [value if value is None or broken(value) else value.decode() for value in raw]
+        return [text_or_bytes(getattr(value, "value", value)) for value in column]
+
+
+def text_or_bytes(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return value.as_buffer().to_pybytes()
 
 
 def broken(text: bytes) -> str | None:
@@ -159,6 +171,9 @@ def broken(text: bytes) -> str | None:
 def encode_block(block: Block, tokenizer: Tokenizer, kind: np.dtype, field: str, skip_bad: bool) -> Encoded:
     """The tokens of a block's documents, each ended by the tokenizer's end. A document of no tokens leaves nothing."""
     if block.kind in ("piece", "last piece"):
+        if block.kind == "piece" and not tokenizer.joins:
+            limit = f"a .txt longer than {SIZE} bytes must be cut, as rows of a .jsonl"
+            raise ValueError(f"{block.path}: this tokenizer begins each part of a text with a space, so {limit}")
         ids, _ = encode(block.rows, tokenizer, kind, whole=False)
         if block.kind == "piece":
             return Encoded(ids, np.zeros(0, np.int64), [], block.read)
@@ -185,8 +200,9 @@ def read_rows(block: Block, read: Callable[[Any], T], skip_bad: bool) -> tuple[l
             continue
         try:
             found.append(read(row))
-        except ValueError as error:
-            bad.append(f"{block.path}:{number}: {error}")
+        except (ValueError, RecursionError) as error:
+            why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            bad.append(f"{block.path}:{number}: {why}")
             if not skip_bad:
                 raise ValueError(bad[-1]) from error
     return found, bad

@@ -15,6 +15,7 @@ from .comm import Comm
 from .data import Batch, Data, held_out_batches
 from .device import widest
 from .grad import value_and_grad
+from .kernels.reference import IGNORE
 from .losses import counts
 from .moe import balanced
 from .optim import clip_scale, grad_norm, learning_rate, update
@@ -44,9 +45,17 @@ def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]]
     the step is counted as skipped and changes nothing but the data position.
     """
     run, comm = setup.run, setup.comm
-    batches = [{name: part.to(setup.device) for name, part in batch.items()} for batch in setup.load(state.samples)]
-    names, totals = tally(setup, batches, stop)
-    *numbers, asked = totals.tolist()
+    problem = None
+    try:
+        batches = setup.load(state.samples)
+    except mesh.RunError as error:  # which the other ranks hear of before they wait for this one
+        blank = torch.zeros(1, run.data.seq_len, dtype=torch.long)
+        batches, problem = [{"tokens": blank, "targets": blank + IGNORE}], str(error)
+    batches = [{name: part.to(setup.device) for name, part in batch.items()} for batch in batches]
+    names, totals = tally(setup, batches, stop, problem is not None)
+    *numbers, asked, failed = totals.tolist()
+    if failed:
+        mesh.together(lambda: say(problem))
     if asked:
         return None
     count = dict(zip(names, numbers, strict=True))
@@ -76,11 +85,16 @@ def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]]
     }
 
 
-def tally(setup: Setup, batches: Iterable[Batch], stop: bool) -> tuple[list[str], Tensor]:
-    """By what the parts of the loss are divided, over all ranks, and behind it how many ranks were asked to stop."""
+def say(problem: str | None) -> None:
+    if problem is not None:
+        raise mesh.RunError(problem)
+
+
+def tally(setup: Setup, batches: Iterable[Batch], *flags: bool) -> tuple[list[str], Tensor]:
+    """By what the parts of the loss are divided, over all ranks, and behind it on how many ranks each flag is up."""
     own = [counts(batch, setup.run.model, setup.comm) for batch in batches]
     totals = torch.stack([torch.stack([*part.values()]) for part in own]).sum(0)
-    return [*own[0]], setup.comm.sum(torch.cat((totals, totals.new_tensor([stop]))))
+    return [*own[0]], setup.comm.sum(torch.cat((totals, totals.new_tensor(flags))))
 
 
 def gradient(

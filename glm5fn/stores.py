@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
+from urllib.parse import quote
 
 import tensorstore as ts
 import torch
@@ -27,6 +28,7 @@ from .writer import write_tensors
 STATE = "state.json"  # in every checkpoint, and the last file of it to be written
 ARRAYS = "arrays"  # the directory of arrays
 ELSEWHERE = "arrays.json"  # the file that names another place of theirs
+MANIFEST = "manifest.ocdbt"  # of every store of arrays
 CHUNK = 1 << 24  # bytes of a file that are read at once
 IN_FLIGHT = 2  # tensors that are being sent
 
@@ -35,10 +37,10 @@ Tensors = TensorFiles | Arrays
 Items = Mapping[str, Mapping[str, Held]]  # the tensors of each item of a checkpoint, by key
 
 
-def write_files(directory: Path, items: Items, peers: Peers) -> dict[str, Print]:
-    """Write the tensors that this rank owns, and send what others own. Returns the prints of its files.
+def write_files(directory: Path, items: Items, peers: Peers) -> tuple[dict[str, Print], str | None]:
+    """Write the tensors that this rank owns, and send what others own -> (the prints of its files, what went wrong).
 
-    Raises OSError or ValueError for what goes wrong, and then too only after all is sent.
+    When a file cannot be written, all is sent and received all the same. Another error leaves the exchange unfinished.
     """
     prints: dict[str, Print] = {}
     problem = None
@@ -52,11 +54,9 @@ def write_files(directory: Path, items: Items, peers: Peers) -> dict[str, Print]
                 path = directory / f"{item}{number}.safetensors"
                 prints[path.name] = write_tensors(path, rows, whole, {"format": "glm5fn"})
         except (OSError, ValueError) as error:
-            problem = error
+            problem = str(error)
         deque(whole, maxlen=0)
-    if problem is not None:
-        raise problem
-    return prints
+    return prints, problem
 
 
 def owners(tensors: Mapping[str, Held], world: int) -> list[list[str]]:
@@ -114,10 +114,20 @@ def gathered(held: Held, peers: Peers) -> Tensor:
 
 
 def place_of(directory: Path) -> str | None:
-    """The URL of a checkpoint's arrays; None if it has none."""
+    """The URL of a checkpoint's arrays; None if it has none. Raises ValueError for a file that does not say where."""
     if (directory / ELSEWHERE).is_file():
-        return json.loads((directory / ELSEWHERE).read_text())["url"]
-    return f"file://{(directory / ARRAYS).resolve()}/" if (directory / ARRAYS).is_dir() else None
+        return elsewhere(directory)["url"]
+    here = (directory / ARRAYS).resolve()
+    return f"file://{quote(str(here))}/" if here.is_dir() else None
+
+
+def elsewhere(directory: Path) -> dict[str, str]:
+    """Where arrays are, and of which directory's checkpoints they are a part."""
+    try:
+        found = json.loads((directory / ELSEWHERE).read_text())
+        return {name: str(found[name]) for name in ("url", "owner")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{directory / ELSEWHERE} cannot be read ({error!r})") from error
 
 
 def files_of(directory: Path) -> list[str]:
@@ -125,6 +135,8 @@ def files_of(directory: Path) -> list[str]:
     place = place_of(directory) if (directory / ELSEWHERE).is_file() else None
     there = [f"{place}{name.decode()}" for name in ts.KvStore.open(place).result().list().result()] if place else []
     here = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
+    if place_of(directory) and not any(name.endswith(MANIFEST) for name in (*here, *there)):
+        raise OSError(f"{place_of(directory)}: what was written there is not there: the place cannot be shared or kept")
     return sorted([*here, *there])
 
 
@@ -153,22 +165,37 @@ def read_url(url: str) -> bytes:
 
 
 def discard(directory: Path) -> None:
-    """Remove a checkpoint and what of it is elsewhere."""
-    if (directory / ELSEWHERE).is_file() and (place := place_of(directory)):
-        clear(place)
+    """Remove a checkpoint and what it owns elsewhere, which a copy of it does not. Raises OSError for what is left."""
+    if directory.is_symlink() or not directory.is_dir():
+        directory.unlink()
+        return
+    problem = None
+    try:
+        if (directory / ELSEWHERE).is_file():
+            found = elsewhere(directory)
+            if found["owner"] == str(directory.parent.resolve()):
+                clear(found["url"])
+    except (OSError, ValueError) as error:
+        problem = error
     shutil.rmtree(directory)
+    if problem is not None:
+        raise OSError(f"the arrays of {directory} were not removed: {problem}")
 
 
 def clear(place: str) -> None:
-    """Remove all files below a URL."""
-    ts.KvStore.open(place).result().delete_range(ts.KvStore.KeyRange()).result()
+    """Remove all files below a URL. Raises OSError."""
+    try:
+        ts.KvStore.open(place).result().delete_range(ts.KvStore.KeyRange()).result()
+    except Exception as error:  # the library has many kinds
+        raise OSError(f"{place}: {error}") from error
 
 
 def open_item(directory: Path, item: str, check: Callable[[Rows], list[str]] = lambda rows: []) -> Tensors:
     """The tensors of an item of a checkpoint, by key. Raises ValueError as `TensorFiles.open` does."""
+    names = json.loads((directory / STATE).read_text())["files"]
+    if files := [name for name in names if name.startswith(item) and name.endswith(".safetensors")]:
+        return TensorFiles.open_files(directory, files, check)
     place = place_of(directory)
-    if place is not None:
-        return Arrays.open(place, item, check)
-    return TensorFiles.open_files(
-        directory, sorted(path.name for path in directory.glob(f"{item}*.safetensors")), check
-    )
+    if place is None:
+        raise ValueError(f"{directory}: has neither files nor arrays of {item}")
+    return Arrays.open(place, item, check)

@@ -20,6 +20,7 @@ class Tokenizer:
 
     encode: texts -> one array of ids each. decode: ids -> text, control tokens by name. size: all ids are below.
     end: ends a document, None if nothing does. control: the tokens that stand for no text, by name.
+    joins: whether parts of a text, cut before spaces, have the ids of the text; those that put a space first do not.
     """
 
     encode: Callable[[list[str]], list[np.ndarray]]
@@ -27,6 +28,7 @@ class Tokenizer:
     size: int
     end: int | None
     control: Mapping[str, int]
+    joins: bool = True
 
 
 def decode_bytes(ids: Sequence[int]) -> str:
@@ -81,17 +83,38 @@ def open_tokenizer(name: str, end: int | str | None) -> Tokenizer:
         except Exception as error:
             raise ValueError(f"{file}: must be able to encode any text ({error}): give it an unknown token") from error
 
+    def parts(*texts: str) -> list[int]:
+        return [int(i) for ids in encode(list(texts)) for i in ids]
+
+    joins = all(parts(one + other) == parts(one, other) for one, other in (("a", " b"), ("\u4e2d", "\u6587")))
+    leaky = [name for name, number in control.items() if number in parts(name)]  # the vocabulary has them as text too
+    if short := [name for name in leaky if len(name) == 1]:
+        raise ValueError(f"{file}: {short[0]!r} is a control token and a text of one character: it must be one of them")
+
     end = eos_token(file.parent) if end is None else end
     number = whole.token_to_id(end) if isinstance(end, str) else end
     if isinstance(end, str) and number is None:
         raise ValueError(f"{file}: has no token {end!r} to end a document: name one that it has")
     return Tokenizer(
-        encode=encode,
+        encode=without(leaky, encode) if leaky else encode,
         decode=lambda ids: whole.decode([int(i) for i in ids], skip_special_tokens=False),
         size=max(whole.get_vocab().values(), default=-1) + 1,
         end=number,
         control=control,
+        joins=joins,
     )
+
+
+def without(names: Sequence[str], encode: Callable[[list[str]], list[np.ndarray]]) -> Callable[..., list[np.ndarray]]:
+    """The encoding, but of texts in which these names stand, what is before and behind their first letter by itself."""
+    inside = re.compile("|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names))
+
+    def cut(texts: list[str]) -> list[np.ndarray]:
+        pieces = [inside.split(text) for text in texts]
+        ids = iter(encode([part for each in pieces for part in each]))
+        return [np.concatenate([next(ids) for _ in each]) for each in pieces]
+
+    return cut
 
 
 def eos_token(directory: Path) -> str | None:
@@ -109,7 +132,7 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path}: must be JSON ({error})") from error
     if not isinstance(found, dict):
@@ -141,10 +164,15 @@ def encode(
     """All documents in one flat array, each ended by `tokenizer.end`, and where in it each ends.
 
     A text of no tokens leaves nothing. whole: texts are documents; else parts of one, which nothing ends. So that
-    memory stays bounded, a text longer than 65536 characters is encoded in pieces, cut before spaces.
+    memory stays bounded, a text longer than 65536 characters is encoded in pieces, cut before spaces, if that changes
+    nothing.
     """
     flat, begun, ends = bytearray(), 0, []
-    pieces = ((match[0], match.end() == len(text)) for text in texts for match in PIECE.finditer(text))
+    pieces = (
+        ((match[0], match.end() == len(text)) for text in texts for match in PIECE.finditer(text))
+        if tokenizer.joins
+        else ((text, True) for text in texts)
+    )
     while batch := list(islice(pieces, 64)):
         for (_, last), ids in zip(batch, tokenizer.encode([piece for piece, _ in batch]), strict=True):
             flat += ids.astype(kind).tobytes()

@@ -27,7 +27,7 @@ ORDER = [
     *("gqa", "mla", "dsa", "ffn", "moe", "batch", "block", "model", "mtp", "losses", "shell"),
     *("stored", "hf", "save", "flops", "describe"),
     *("indexed", "packing", "data", "chat", "corpora", "loader"),
-    *("grad", "optim", "checkpoint", "manager", "record", "launch", "compare", "prepare", "inspect_data"),
+    *("grad", "optim", "checkpoint", "manager", "record", "launch", "compare", "shards", "prepare", "inspect_data"),
     *("step", "run", "rehearsal", "plan", "command", "__init__", "__main__", "configs", "train", "convert"),
 ]
 DISTRIBUTED = {"mesh", "peers", "fetch", "collectives", "launch", "rehearsal"}

@@ -147,13 +147,14 @@ def test_what_the_assistant_says_and_the_token_that_ends_it_are_learned(name):
 
 
 def test_parts_of_a_message_are_its_text():
-    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert found(user(parts), assistant("c")) == found(user("ab"), assistant("c"))
 
 
 def test_arguments_of_a_call_may_be_the_text_of_their_json():
     call = {"type": "function", "function": {"name": "look", "arguments": json.dumps({"x": "1", "n": 2})}}
     told = found(user("a"), assistant("", tool_calls=[call]))
+    assert told == found(user("a"), assistant("", tool_calls=[call["function"]]))
     assert told == found(user("a"), assistant("", tool_calls=calls(x="1", n=2)))
 
 
@@ -253,6 +254,13 @@ def open_chat(tmp_path, conversations, **settings):
     return open_data(cfg, MODEL, seed=0)
 
 
+def test_rows_in_which_control_tokens_are_typed_are_told(tmp_path):
+    typed = [user("a"), assistant("<think>r</think>b")]
+    said = "rows.jsonl: what reads like control tokens in 1 rows are taken as text, by the template too"
+    assert said in open_chat(tmp_path, [typed, [user("a"), assistant("b")]]).notices[0]
+    assert not open_chat(tmp_path, [typed], control_tokens=True).notices
+
+
 def test_rows_without_a_label_are_left_out_and_counted(tmp_path):
     good = [user("a"), assistant("b")]
     data = open_chat(tmp_path, [good, [user("q" * 300), assistant("short")], [system("s")], good])
@@ -264,6 +272,13 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path):
         open_chat(tmp_path, [[user("q" * 300), assistant("short")]])
 
 
+DEEP = json.loads("[" * 700 + "]" * 700)
+
+
+def call(arguments):
+    return {"function": {"name": "f", "arguments": arguments}}
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -273,9 +288,17 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path):
         ({"messages": [user("a"), "b"]}, "message 2 must be an object with a role"),
         ({"messages": [{"content": "a"}]}, "message 1 must be an object with a role"),
         ({"messages": [user("\ud800"), assistant("b")]}, "has half a surrogate pair"),
-        ({"messages": [user("a"), assistant("b"), {"role": "judge"}]}, "role judge must be system, user, assistant or"),
+        (
+            {"messages": [user("a"), assistant("b"), {"role": "judge", "content": ""}]},
+            "role judge must be system, user, assistant or",
+        ),
         ({"messages": [user("a"), assistant("b", tool_calls=[3])]}, "the chat template cannot render it"),
         ({"messages": [user("a"), assistant("b", tool_calls={})]}, "message 2's tool_calls are of type dict"),
+        ({"messages": [{"role": "user", "value": "a"}, assistant("b")]}, "message 1 has no content, has role, value"),
+        ({"messages": [user(["a"]), assistant("b")]}, "message 1 has a part that is no text: a"),
+        ({"messages": [user([{"type": "image"}]), assistant("b")]}, "message 1 has a part that is no text"),
+        ({"messages": [user("a"), assistant("b")], "tools": DEEP}, "it is nested too deeply"),
+        ({"messages": [user("a"), assistant("b", tool_calls=[call('{"x": "\\ud800"}')])]}, "half a surrogate pair"),
         ({"messages": [user(7), assistant("b")]}, "message 1's content is of type int, must be a text or parts"),
         ({"messages": [user("a"), assistant("b")], "tools": "look"}, "'tools' is of type str, must be a list"),
         (
@@ -285,7 +308,7 @@ def test_rows_without_a_label_are_left_out_and_counted(tmp_path):
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(row, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((ValueError, RecursionError), match=None if row.get("tools") is DEEP else said):
         encode_chat(row, TOKENIZER, RENDER, ENDS, 99, False)
     path = tmp_path / "rows.jsonl"
     path.write_text("\n" + json.dumps(row))

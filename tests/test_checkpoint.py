@@ -95,9 +95,17 @@ def truncate(path):
 def edit(**changes):
     def damage(path):
         file = path / "state.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+        found = json.loads(file.read_text()) | changes
+        counters = {name: found[name] for name in checkpoint.COUNTERS}
+        found["checksum"] = checkpoint.checksum_of(counters, found["files"])
+        file.write_text(json.dumps(found))
 
     return damage
+
+
+def edit_alone(path):
+    file = path / "state.json"
+    file.write_text(file.read_text().replace('"samples": 81', '"samples": 18'))
 
 
 def become_text(path):
@@ -114,6 +122,7 @@ DAMAGES = {
     "without its last file": (lambda path: (path / "state.json").unlink(), "state.json cannot be read"),
     "with half a state": (lambda path: os.truncate(path / "state.json", 30), "state.json cannot be read (JSONDecode"),
     "of another step": (edit(step=3), " is named for another step than the one that its state.json holds, 3"),
+    "with another counter": (edit_alone, "state.json cannot be read (ValueError('its checksum differs')"),
     "without a counter": (edit(samples=None), "state.json cannot be read (TypeError"),
     "without a list of files": (edit(files=[1]), "state.json cannot be read (TypeError"),
 }

@@ -11,7 +11,7 @@ from tiny import PLAIN, tiny
 
 from glm5fn.__main__ import main
 from glm5fn.corpora import open_data
-from glm5fn.data import PATTERN, Data, held_out_batches, micro_batches, spread
+from glm5fn.data import PATTERN, Data, held_out_batches, micro_batches, permutation, spread
 from glm5fn.indexed import write_index
 from glm5fn.kernels.reference import IGNORE
 from glm5fn.settings import DataConfig
@@ -75,6 +75,30 @@ def test_the_tokens_of_several_shards_are_targets_once(files, packing):
         assert found == text - first
     else:  # but the first of each shard
         assert (text - found).total() == len(list((files / "several").glob("*.idx")))
+
+
+@pytest.mark.parametrize("packing", ["stream", "concatenate", "best-fit"])
+def test_what_is_held_out_goes_back_through_as_many_shards_as_it_takes(tmp_path, packing):
+    lengths = {"shard_00000": [9] * 60, "shard_00001": [9] * 30, "shard_00002": [5]}
+    for name, sizes in lengths.items():
+        np.arange(sum(sizes), dtype="<u2").__mod__(250).astype("<u2").tofile(tmp_path / f"{name}.bin")
+        with (tmp_path / f"{name}.idx").open("wb") as file:
+            write_index(file, np.dtype("<u2"), np.array(sizes))
+    data = open_(tmp_path, seq_len=8, packing=packing, held_out=0.4)
+    total = len(data.train[0]) + len(data.held_out)
+    assert len(data.held_out) == round(0.4 * total) > len(open_(tmp_path / "shard_00001.idx", seq_len=8).train[0])
+    held, trained = (Counter(everything(part)["targets"].flatten().tolist()) for part in (data.held_out, data.train[0]))
+    whole = Counter(everything(open_(tmp_path, seq_len=8, packing=packing).train[0])["targets"].flatten().tolist())
+    assert held + trained == whole
+
+
+def test_each_of_many_corpora_is_ordered_once_an_epoch(files, monkeypatch):
+    data = open_(*[files / "a.jsonl"] * 9, weights=(1.0,) * 9)
+    calls, real = [], permutation
+    monkeypatch.setattr("glm5fn.data.permutation", lambda *args: calls.append(args) or real(*args))
+    for step in range(20):
+        data.rows(np.arange(9) + 9 * step)
+    assert len(calls) == len(set(calls)) == 9
 
 
 def test_without_weights_every_sample_of_all_paths_is_read_once_in_an_epoch(files):

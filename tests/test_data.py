@@ -19,6 +19,7 @@ from glm5fn.data import Data, Part, held_out_batches, micro_batches
 from glm5fn.kernels.reference import IGNORE
 from glm5fn.packing import Corpus, Windows
 from glm5fn.settings import DataConfig
+from glm5fn.sources import text_blocks
 from glm5fn.text import BYTES, encode, open_tokenizer
 
 MODEL = tiny(**PLAIN, vocab_size=293, max_position_embeddings=4, eos_token_id=(7, 9))
@@ -108,16 +109,18 @@ def test_a_bad_row_is_refused_with_its_file_and_line(tmp_path, monkeypatch, bad,
     [
         (["a", "bc", None], "string", ":3: 'text' is of type NoneType, must be a string"),
         ([b"a", b"bc", b"d\xe6A"], "string", ":3: 'text' must be UTF-8 (invalid continuation byte)"),
+        ([b"a", b"bc", b"d\xe6A"], "dictionary", ":3: 'text' must be UTF-8 (invalid continuation byte)"),
         ([b"a", b"bc", b"d"], "binary", ":1: 'text' is of type bytes, must be a string"),
         ([1, 2, 3], "int64", ":1: 'text' is of type int, must be a string"),
         ([["a"], ["b"], []], "list", ":1: 'text' is of type list, must be a string"),
     ],
-    ids=["null", "no UTF-8", "bytes", "numbers", "lists"],
+    ids=["null", "no UTF-8", "no UTF-8 in a dictionary", "bytes", "numbers", "lists"],
 )
 def test_a_bad_row_of_parquet_is_refused_with_its_file_and_number(tmp_path, values, type, what):
-    kind = {"string": pyarrow.string(), "list": pyarrow.list_(pyarrow.string())}.get(type) or getattr(pyarrow, type)()
-    raw = isinstance(values[0], bytes) and type == "string"  # which checks nothing when it is made of bytes
+    raw = isinstance(values[0], bytes) and type != "binary"  # as text, which is not checked when it is made of bytes
+    kind = pyarrow.string() if raw else {"list": pyarrow.list_(pyarrow.string())}.get(type) or getattr(pyarrow, type)()
     column = pyarrow.array(values, pyarrow.binary()).view(kind) if raw else pyarrow.array(values, kind)
+    column = column.dictionary_encode() if type == "dictionary" else column
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.table({"text": column}), path)
     with pytest.raises(ValueError) as error:
@@ -245,6 +248,47 @@ def test_a_long_text_is_encoded_in_pieces_that_lose_nothing(bpe, text):
     assert tokens == flat(tokenizer.encode(["hen", text]), end=7)
     assert (sum(lengths), max(lengths) <= 65536) == (len("hen" + text), True)
     assert encode([text], BYTES, np.dtype(np.uint16))[0].tolist() == flat([text.encode()])
+
+
+UNIGRAM = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((char, -3.0) for char in "ab/<>s\u2581")]
+
+
+def test_a_vocabulary_that_has_control_tokens_as_text_gives_text(tmp_path):
+    own = Tokenizer(models.Unigram(UNIGRAM, 0, False))
+    own.pre_tokenizer = pre_tokenizers.Metaspace()
+    own.add_special_tokens(["<s>", "</s>"])
+    own.save(str(tmp_path / "tokenizer.json"))
+    found = open_tokenizer(str(tmp_path / "tokenizer.json"), "</s>")
+    assert found.end == 2 and not {1, 2} & {*found.encode(["a</s>b<s>"])[0].tolist()}
+
+
+def test_a_tokenizer_that_puts_a_space_first_gets_long_texts_whole(tmp_path):
+    own = Tokenizer(models.BPE())
+    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    own.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(special_tokens=["<E>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    own.train_from_iterator([], trainer)
+    own.save(str(tmp_path / "tokenizer.json"))
+    found = open_tokenizer(str(tmp_path / "tokenizer.json"), "<E>")
+    text = "\u4e2d" * 70_000 + "\u6587" * 70_000
+    ids, _ = encode([text], found, np.dtype(np.uint16))
+    assert not found.joins and found.decode(ids[:-1]) == " " + text
+    with pytest.raises(ValueError, match=r"book\.txt: this tokenizer begins each part of a text with a space"):
+        read(tmp_path / "book.txt", b"a " * (1 << 20), tokenizer=str(tmp_path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xef\xbb\xbf"])
+def test_a_text_without_text_is_no_document(tmp_path, raw):
+    (tmp_path / "a.txt").write_bytes(raw)
+    found = [block for block in text_blocks(tmp_path / "a.txt")]
+    assert found == []
+    with pytest.raises(ValueError, match=r"a\.txt:1: must be UTF-8 text"):
+        list(text_blocks_of(tmp_path, b"\xef\xbb"))
+
+
+def text_blocks_of(directory, raw):
+    (directory / "a.txt").write_bytes(raw)
+    return text_blocks(directory / "a.txt")
 
 
 def test_a_document_of_which_the_tokenizer_keeps_nothing_is_skipped():

@@ -16,10 +16,11 @@ from training import RUN, numbers, peers, save, text, train
 
 import glm5fn
 from convert import main as convert
-from glm5fn import arrays, flatten, manager, stores
+from glm5fn import arrays, checkpoint, flatten, manager, stores
 from glm5fn.checkpoint import damage, newest
 from glm5fn.manager import CheckpointManager
 from glm5fn.mesh import RunError
+from glm5fn.peers import Peers
 from glm5fn.settings import CheckpointConfig, MeshConfig, dump
 from glm5fn.stores import open_item
 
@@ -154,7 +155,7 @@ def test_what_is_damaged_is_named_and_the_one_before_is_taken(tmp_path, how, har
     for step in (1, 2):
         save(root, state(step), TEXT, **how)
     harm(file := largest(root / "step_00000002"))
-    found, skipped = newest(root, lambda path: damage(path, peers()))
+    found, skipped = newest(root, peers())
     assert found == root / "step_00000001" and len(skipped) == 1
     assert str(root / "step_00000002") in skipped[0] and file.name in skipped[0]
 
@@ -211,8 +212,12 @@ def test_arrays_elsewhere_go_with_their_checkpoint(tmp_path, how, monkeypatch):
     monkeypatch.undo()
     killed = root / ".step_00000009.partial"
     shutil.copytree(root / "step_00000002", killed)  # which says where its arrays are
+    copied = tmp_path / "copied"
+    shutil.copytree(root, copied)  # and owns none
     save(root, state(5), TEXT, keep=2, **how)
     assert not killed.exists() and [name[:13] for name in there(tmp_path)] == ["step_00000003", "step_00000005"]
+    save(copied, state(6), TEXT, keep=1, **how)
+    assert [name[:13] for name in there(tmp_path)] == ["step_00000003", "step_00000005", "step_00000006"]
 
 
 @contextmanager
@@ -288,3 +293,131 @@ def test_ranks_own_about_as_many_bytes_each(tmp_path):
     loads = [sum(tensors[key].bytes for key in keys) for keys in owned]
     assert max(loads) - min(loads) <= max(one.bytes for one in tensors.values())
     assert CFG.vocab_size == 29
+
+
+@pytest.mark.parametrize("name", ["a%41b", "a b#c?d", "é世"])
+@pytest.mark.parametrize("store", ["tensorstore"])
+def test_a_directory_of_any_name_holds_its_arrays(tmp_path, name, how):
+    (tmp_path / name).mkdir()
+    path = save(tmp_path / name / "c", state(), TEXT, **how)
+    assert bits(load(path)) == bits(state()) and (path / "arrays" / "manifest.ocdbt").is_file()
+
+
+def test_a_place_that_keeps_nothing_is_refused(tmp_path):
+    with pytest.raises(RunError, match=r"memory://x/step_00000004-\w+/: what was written there is not there"):
+        save(root_of(tmp_path), state(), TEXT, store="tensorstore", url="memory://x")
+    assert names(root_of(tmp_path)) == []
+
+
+@EACH_STORE
+@pytest.mark.parametrize("left", ["no tensors", "no state", "a file", "arrays nowhere"])
+def test_a_step_that_is_damaged_can_be_saved_again(tmp_path, how, left):
+    root = root_of(tmp_path)
+    path = save(root, state(4), TEXT, **how)
+    if left == "a file":
+        shutil.rmtree(path)
+        path.write_text("")
+    elif left == "no state":
+        (path / "state.json").unlink()
+    elif left == "arrays nowhere":
+        (path / "arrays.json").write_text("")
+    else:
+        for file in path.glob("*.safetensors"):
+            file.unlink()
+        shutil.rmtree(path / "arrays", ignore_errors=True)
+    assert bits(load(save(root, state(4), TEXT, **how))) == bits(state(4))
+
+
+def test_what_cannot_be_removed_is_told_and_hinders_no_save(tmp_path):
+    root = root_of(tmp_path)
+    save(root, state(1), TEXT)
+    shutil.move(root / "step_00000001", tmp_path / "archived")
+    (root / "step_00000001").symlink_to(tmp_path / "archived")
+    (root / ".step_00000009.partial").mkdir()
+    (root / ".step_00000009.partial" / "arrays.json").write_text("")
+    (root / ".step_00000008.partial").write_text("")
+    with managed(root, keep=1) as found:
+        found.save(state(2))
+        found.wait()
+        assert len(found.notices) == 1 and "arrays.json cannot be read" in found.notices[0]
+    assert names(root) == ["step_00000002"] and bits(load(tmp_path / "archived")) == bits(state(1))
+
+
+def test_a_file_that_was_put_beside_those_of_a_checkpoint_is_none_of_them(tmp_path):
+    path = save(root_of(tmp_path), state(), TEXT)
+    shutil.copy(path / "params.safetensors", path / "params.bak.safetensors")
+    assert bits(load(path)) == bits(state())
+
+
+def test_a_run_directory_that_is_gone_is_told_and_not_made_anew(tmp_path):
+    with pytest.raises(RunError, match=r"step_00000004 failed: .*No such file"):
+        save(tmp_path / "gone" / "checkpoints", state(), TEXT)
+    assert not (tmp_path / "gone").exists()
+
+
+def listing_another(root, seen):
+    """What each rank goes on from, if the last does not see the newest."""
+    real = checkpoint.steps
+    checkpoint.steps = lambda root: real(root)[seen if peers().rank == peers().world - 1 else 0 :]
+    try:
+        return newest(root, peers())
+    finally:
+        checkpoint.steps = real
+
+
+def test_ranks_that_list_other_checkpoints_go_on_from_one(pools, tmp_path):
+    for step in (4, 8):
+        save(root_of(tmp_path), state(step), TEXT)
+    assert pools(2)(listing_another, root_of(tmp_path), 1) == [(root_of(tmp_path) / "step_00000008", [])] * 2
+
+
+def breaking_exchange(grid, root, store):
+    """A rank that cannot go through the exchanges: what each says."""
+    setup, one = make(grid)
+    own = Peers()
+    broken = MemoryError("no memory for a whole tensor")
+
+    def fail(*_):
+        raise broken
+
+    with pytest.MonkeyPatch.context() as patch:
+        if own.rank == 1:
+            patch.setattr(stores, "gathered", fail)
+            patch.setattr(arrays, "metadata", fail)
+        with pytest.raises(RunError) as error:
+            CheckpointManager(root, CheckpointConfig(background=False, store=store), dump(setup.run), own).save(one)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("store", STORES[:2])
+def test_a_rank_that_leaves_an_exchange_keeps_no_other_waiting(pools, tmp_path, store):
+    found = pools(2)(breaking_exchange, MeshConfig(dp_shard=2), root_of(tmp_path), store, timeout=60)
+    assert "no memory for a whole tensor" in found[1] and all("step_00000000 failed" in said for said in found)
+    assert not any(not name.startswith(".") for name in names(root_of(tmp_path)))
+
+
+@pytest.mark.parametrize("where", [("params.safetensors", 20), ("config.yaml", 5)])
+def test_a_bit_that_was_flipped_anywhere_is_no_reason_to_blame_the_model(tmp_path, capsys, where):
+    argv = [*RUN, "--data.path", text(tmp_path), "--out", tmp_path / "x", "--checkpoint.every", "2"]
+    assert train(*argv, "--steps", "4") == 0
+    file = tmp_path / "x" / "checkpoints" / "step_00000004" / where[0]
+    raw = bytearray(file.read_bytes())
+    raw[where[1]] ^= 4
+    file.write_bytes(raw)
+    assert train(*argv, "--steps", "5", "--resume", "auto") == 0
+    assert f"{file} does not hold what was written" in capsys.readouterr().out
+
+
+def test_a_run_without_any_whole_checkpoint_does_not_begin_anew(tmp_path, capsys):
+    argv = [*RUN, "--data.path", text(tmp_path), "--out", tmp_path / "x"]
+    assert train(*argv, "--steps", "2") == 0
+    path = tmp_path / "x" / "checkpoints" / "step_00000002"
+    flip(path / "moments.safetensors")
+    before = numbers(tmp_path / "x")
+    assert train(*argv, "--steps", "4", "--resume", "auto") == 1
+    assert " is whole (" in capsys.readouterr().err
+    assert path.is_dir() and numbers(tmp_path / "x") == before
+    for argv in (["native-to-hf", str(path), str(tmp_path / "out")],):
+        flip(path / "params.safetensors")
+        assert convert(argv) == 1 and "does not hold what was written" in capsys.readouterr().err
+    assert train(*RUN, "--init", path, "--out", tmp_path / "y", "--steps", "1") == 2

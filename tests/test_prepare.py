@@ -2,6 +2,7 @@
 
 import json
 import struct
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,10 @@ import pyarrow
 import pytest
 from lines import PACKED
 from pyarrow import parquet
+from tokenizers import Tokenizer, models
 
 from glm5fn import prepare as module
-from glm5fn import sources
+from glm5fn import shards, sources
 from glm5fn.__main__ import main
 from glm5fn.indexed import open_shard, write_index
 
@@ -91,7 +93,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(run, small, tmp_path, 
     (tmp_path / "b.txt").write_text("one text of its own " * 20)
     argv = [tmp_path / "a.jsonl", tmp_path / "b.txt", "--workers", "1", "--shard-tokens", "700"]
     assert run(*argv, out="straight")[0] == 0
-    monkeypatch.setattr(module, "RECORD_EVERY", -1.0)
+    monkeypatch.setattr(shards, "RECORD_EVERY", -1.0)
     left, real = blocks, module.encode_block
 
     def failing(*args):
@@ -102,14 +104,73 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(run, small, tmp_path, 
         return real(*args)
 
     monkeypatch.setattr(module, "encode_block", failing)
-    with pytest.raises(KeyboardInterrupt):
-        run(*argv)
+    code, said = run(*argv)
+    assert code == 1 and "interrupted; the same call goes on" in said
     monkeypatch.setattr(module, "encode_block", real)
     for path in (tmp_path / "out").glob("*.bin"):  # written, but not recorded
         if not path.with_suffix(".idx").exists():
             path.write_bytes(path.read_bytes() + b"what came after the last record")
     assert run(*argv)[0] == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_a_run_that_was_killed_anywhere_in_its_writing_goes_on_to_the_same_bytes(run, small, tmp_path, monkeypatch):
+    """Each time that something is put on disk, it stops there."""
+    (tmp_path / "a.jsonl").write_bytes(rows(TEXTS * 3))
+    argv = [tmp_path / "a.jsonl", "--workers", "1", "--shard-tokens", "300"]
+    run(*argv, out="straight")
+    monkeypatch.setattr(shards, "RECORD_EVERY", -1.0)
+    stopped, real = 0, shards.sync
+    for at in count():
+        left = at
+
+        def failing(path):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+            real(path)
+
+        monkeypatch.setattr(shards, "sync", failing)
+        code, _ = run(*argv, out=f"out{at}")
+        monkeypatch.setattr(shards, "sync", real)
+        if code == 0:
+            break
+        stopped += 1
+        assert run(*argv, out=f"out{at}")[0] == 0
+        assert contents(tmp_path / f"out{at}") == contents(tmp_path / "straight")
+        assert {path.suffix for path in (tmp_path / f"out{at}").iterdir()} == {".bin", ".idx", ".json"}
+        assert not (tmp_path / f"out{at}" / "progress.json").exists()
+    assert stopped > 30
+
+
+def test_inputs_or_a_tokenizer_that_changed_are_refused(run, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(rows(["aaa"]))
+    own = Tokenizer(models.WordLevel({"?": 0, "E": 1, "aaa": 2}, unk_token="?"))
+    own.save(str(tmp_path / "tokenizer.json"))
+    argv = [tmp_path / "a.jsonl", "--tokenizer", tmp_path / "tokenizer.json", "--end", "E"]
+    assert run(*argv)[0] == 0
+    Tokenizer(models.WordLevel({"?": 0, "E": 1, "bbb": 2}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    code, said = run(*argv)
+    assert code == 2 and "begun with another tokenizer_checksum" in said
+    own.save(str(tmp_path / "tokenizer.json"))
+    assert run(*argv)[0] == 0
+    (tmp_path / "a.jsonl").write_bytes(rows(["bbb"]))
+    code, said = run(*argv)
+    assert code == 2 and "begun with another inputs" in said
+
+
+def test_a_record_that_cannot_be_read_or_shards_that_are_gone_are_named(run, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(rows(TEXTS))
+    run(tmp_path / "a.jsonl")
+    (tmp_path / "out" / "shard_00000.bin").rename(tmp_path / "gone.bin")
+    code, said = run(tmp_path / "a.jsonl")
+    assert code == 1 and "shard_00000.bin: is not there" in said
+    (tmp_path / "out" / "prepared.json").write_text("")
+    code, said = run(tmp_path / "a.jsonl")
+    assert code == 2 and "prepared.json cannot be read" in said
+    code, said = run(tmp_path / "a.jsonl", "--end", "E", out="other")
+    assert code == 2 and "bytes have an end of their own" in said
 
 
 def test_what_is_whole_stays_as_it_is_and_another_call_is_refused(run, tmp_path):
@@ -166,7 +227,8 @@ def test_a_pair_of_another_program_is_read_documents_of_several_sequences_too(tm
     ("change", "said"),
     [
         (lambda index, data: (b"x" + index[1:], data), "must begin with"),
-        (lambda index, data: (index[:-3], data), "is cut short"),
+        (lambda index, data: (index[:-3], data), "bytes, must have 82 for its 2 sequences"),
+        (lambda index, data: (index[:20] + b"\x40" + index[21:], data), "bytes, must have"),
         (lambda index, data: (index[:20], data), "must be of version 1"),
         (lambda index, data: (index, data[:-2]), "must follow each other and fill"),
         (lambda index, data: (index[:9] + b"\x02" + index[10:], data), "must be of version 1"),

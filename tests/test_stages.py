@@ -1,6 +1,5 @@
 """The stages of the indexers' training: what each changes, and how a run goes from one to the next."""
 
-import json
 from itertools import pairwise
 
 import pytest
@@ -10,7 +9,7 @@ from training import numbers, text, train
 
 from configs import RUNS
 from glm5fn import flatten, init_params, run, save
-from glm5fn.checkpoint import newest, read_state
+from glm5fn.checkpoint import newest, read_state, write_state
 from glm5fn.command import parse
 from glm5fn.record import read_metrics
 from glm5fn.stores import print_of
@@ -166,13 +165,12 @@ def test_moments_that_the_stage_of_a_checkpoint_should_have_left_are_missed_by_n
         real.setattr("train.train", run.train)
         go("x", "dense-warmup", 1)
     path = newest(tmp_path / "x" / "checkpoints")[0]
-    file, state = path / "moments.safetensors", path / "state.json"
+    file = path / "moments.safetensors"
     held = load_file(file)
     del held["square.layers.1.attn.indexer.weights"], held["updates.mtp.0.attn.indexer.k_norm"]
     save_file(held, file, {"format": "glm5fn"})
-    counters = json.loads(state.read_text())
-    counters["files"][file.name] = print_of(path, file.name)
-    state.write_text(json.dumps(counters))
+    counters, prints = read_state(path)
+    write_state(path, counters, prints | {file.name: print_of(path, file.name)})
     for start, stage in (("auto", "sparse"), (path, "dense-warmup")):
         said = refuse(*FLAGS, "--out", tmp_path / "x", "--resume", start, "--indexer.stage", stage)
         assert f"--resume {start}: not of this model and optimizer: {path} does not hold what it must: " in said

@@ -1,6 +1,7 @@
 """Ranks that have less to do than others, and runs that go on on every grid from what they saved."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from test_layouts import (
 from tiny import distance
 from training import save
 
-from glm5fn import checkpoint, flatten, step
+from glm5fn import checkpoint, flatten, mesh, step
 from glm5fn.settings import MeshConfig, dump
 
 EXPERTS = ["ep 2", "cp 2 x ep 2", "shard 4 x ep 2", "shard 2 x cp 2 x ep 4", "replicate 2 x shard 2 x ep 2"]
@@ -52,6 +53,24 @@ def test_fewer_held_out_rows_than_ranks_are_evaluated_by_all(grid, pools):
     expected = evaluated(MeshConfig(), rows, ALL)
     for found in pools(GRIDS[grid].world)(evaluated, GRIDS[grid], rows, ALL):
         assert all(math.isclose(found[name], value, rel_tol=1e-12) for name, value in expected.items())
+
+
+def with_bad_data(grid):
+    """What each rank says if the data of the last one cannot be read."""
+    setup, state = make(grid, optimizer="adamw", **ALL)
+
+    def load(start):
+        raise mesh.RunError("shard_00001: has token 300")
+
+    setup = replace(setup, load=load) if mesh.rank() == grid.world - 1 else setup
+    with pytest.raises(mesh.RunError) as error:
+        step.step(setup, state, stop=False)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("grid", ["shard 2", "cp 2 x ep 2"])
+def test_data_that_one_rank_cannot_read_end_the_run_on_all(grid, pools):
+    assert pools(2)(with_bad_data, GRIDS[grid]) == ["shard_00001: has token 300"] * 2
 
 
 def straight_and_resumed(grid, root: Path):
