@@ -113,9 +113,8 @@ class CheckpointManager:
             self.problem = f"saving checkpoint {path} failed: {error}"
             with suppress(Exception):
                 peers.gather(None)  # by when rank 0 has removed what was begun
-        except Exception as error:  # a peer is gone, or will wait for what this rank cannot send
+        except Exception as error:  # a peer is gone
             self.problem = f"saving checkpoint {path} failed: {error!r}"
-            peers.leave()
 
     def begin(self, path: Path, stack: ExitStack) -> None:
         """Rank 0 makes the directory that all write into; it is gone again if the stack ends before the commit."""

@@ -30,7 +30,7 @@ class RunError(RuntimeError):
     """What ends a run on all ranks alike; any other exception is that of one rank."""
 
 
-def start(kind: str, attempt: int) -> None:
+def start(kind: str, attempt: int = 0) -> None:
     """Join the process group that the launcher's environment describes, one device for each local rank.
 
     attempt: how often the launcher has started the group before, whose keys are still in its store.

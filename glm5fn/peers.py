@@ -24,12 +24,6 @@ class Peers:
     def together(self, function: Callable[[], T]) -> T:
         return together(function, self.group)
 
-    def leave(self) -> None:
-        """Close this rank's connections, so that no peer waits for what will not come: all calls of theirs fail."""
-        if self.group is not None:
-            dist.destroy_process_group(self.group)
-            self.group = None
-
     def send(self, tensor: Tensor, to: int) -> dist.Work:
         """Begin to send a tensor, which must stay as it is until the result's `wait`."""
         work = dist.isend(tensor, to, group=self.group)

@@ -75,7 +75,7 @@ def owners(tensors: Mapping[str, Held], world: int) -> list[list[str]]:
     return [[key for key in tensors if of[key] == rank] for rank in range(world)]
 
 
-def exchanged(tensors: Mapping[str, Held], owned: list[list[str]], peers: Peers) -> Iterator[Tensor]:
+def exchanged(tensors: Mapping[str, Held], owned: list[list[str]], peers: Peers) -> Iterator[Tensor | None]:
     """The whole tensors that this rank owns, in order; between them, what it holds of the others is sent.
 
     All ranks go through all tensors in one order, in turns of their owners, so none waits for one that waits for it.
@@ -96,21 +96,32 @@ def exchanged(tensors: Mapping[str, Held], owned: list[list[str]], peers: Peers)
         work.wait()
 
 
-def gathered(held: Held, peers: Peers) -> Tensor:
-    """The whole of a tensor, on the rank that owns it."""
+def gathered(held: Held, peers: Peers) -> Tensor | None:
+    """The whole of a tensor, on the rank that owns it; None without memory for it, and then too all is received."""
     if [rank for rank, _ in held.parts] == [peers.rank]:
         return held.values.detach().cpu()
-    whole = torch.empty(held.shape, dtype=held.values.dtype)
+    whole = room_for(held)
     for source, region in held.parts:
-        target = whole[tuple(slice(start, start + size) for start, size in region)]
+        place = tuple(slice(start, start + size) for start, size in region)
         if source == peers.rank:
-            target.copy_(held.values)
+            if whole is not None:
+                whole[place].copy_(held.values)
             continue
-        part = target if target.is_contiguous() else torch.empty(target.shape, dtype=whole.dtype)
+        target = None if whole is None else whole[place]
+        direct = target is not None and target.is_contiguous()
+        part = target if direct else torch.empty([size for _, size in region], dtype=held.values.dtype)
+        assert part is not None
         peers.receive(part.flatten().view(torch.uint8), source)
-        if part is not target:
+        if target is not None and not direct:
             target.copy_(part)
     return whole
+
+
+def room_for(held: Held) -> Tensor | None:
+    try:
+        return torch.empty(held.shape, dtype=held.values.dtype)
+    except (RuntimeError, MemoryError):
+        return None
 
 
 def place_of(directory: Path) -> str | None:

@@ -87,7 +87,7 @@ def header(rows: Sequence[TensorRow], metadata: Mapping[str, str]) -> bytes:
 
 
 def write_tensors(
-    path: str | Path, rows: Sequence[TensorRow], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+    path: str | Path, rows: Sequence[TensorRow], tensors: Iterable[Tensor | None], metadata: Mapping[str, str]
 ) -> tuple[int, str]:
     """Write a file, holding one tensor at a time. Returns its bytes and their checksum (XXH3, 128 bits).
 
@@ -119,6 +119,8 @@ def write_tensors(
 def as_its_row_says(row: TensorRow, tensor: Tensor | None) -> Tensor:
     key, dtype, size = row
     found = None if tensor is None else (dtype_name(tensor.dtype), tuple(tensor.shape))
-    if tensor is None or found != (dtype_name(dtype), tuple(size)):
+    if tensor is None:
+        raise ValueError(f"{key} did not come: there is no more, or no memory for its {count_bytes(row):,} bytes")
+    if found != (dtype_name(dtype), tuple(size)):
         raise ValueError(f"{key} came as {found}, must be {(dtype_name(dtype), tuple(size))}, as its row says")
     return tensor

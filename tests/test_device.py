@@ -56,6 +56,7 @@ def test_auto_takes_an_npu_first_and_speaks_hccl_on_it(npu, monkeypatch):
     assert choose("auto") == choose("npu") == "npu"
     monkeypatch.setenv("LOCAL_RANK", "3")
     backends = []
+    monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(dist.HashStore(), 3, 4)]))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: backends.append(backend))
     mesh.start("npu")
     synchronize("npu")

@@ -6,7 +6,9 @@ import shutil
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -20,7 +22,6 @@ from glm5fn import arrays, checkpoint, flatten, manager, stores
 from glm5fn.checkpoint import damage, newest
 from glm5fn.manager import CheckpointManager
 from glm5fn.mesh import RunError
-from glm5fn.peers import Peers
 from glm5fn.settings import CheckpointConfig, MeshConfig, dump
 from glm5fn.stores import open_item
 
@@ -69,27 +70,39 @@ def test_regions_and_runs_of_values_are_those_of_the_whole(tmp_path, how):
 
 @EACH_STORE
 def test_what_a_step_changes_while_it_is_written_is_not_in_it(tmp_path, how, monkeypatch):
-    """Six saves in the background to a slow disk, each followed at once by a step that works in place."""
-    slow_down(monkeypatch, 0.05)
-    root, moving, waited = root_of(tmp_path), state(), []
+    """Six saves in the background: each is written once a step has changed all that it saved, in place."""
+    root, moving, stepped, straight = root_of(tmp_path), state(), Event(), []
+    for step in range(1, 7):
+        save(tmp_path / "straight", replace(moving, step=step), TEXT, keep=9, **how)
+        straight.append(bits(moving)[4])
+        change(moving)
+    moving = state()
+    for name in ("write_files", "write_arrays"):
+        monkeypatch.setattr(manager, name, behind(stepped, getattr(manager, name)))
     with managed(root, keep=9, **how) as found:
         for step in range(1, 7):
-            moving = replace(moving, step=step)
-            begin = time.perf_counter()
-            found.save(moving)
-            waited.append(time.perf_counter() - begin)
-            expected = bits(moving)
-            save(tmp_path / "straight", moving, TEXT, keep=9, **how)
-            for leaf in flatten({"params": moving.params, "moments": moving.moments}).values():
-                leaf.add_(1.0)
-            assert bits(moving) != expected
-    assert waited[0] < 0.05  # nothing was written before it returned
+            found.save(replace(moving, step=step))
+            change(moving)
+            stepped.set()
+            found.wait()
+            stepped.clear()
+    assert all(one != other for one, other in pairwise(straight))
     for step in range(1, 7):
         one, other = (place / f"step_{step:08}" for place in (root, tmp_path / "straight"))
         assert bits(load(one)) == bits(load(other))
         if "store" not in how or how["store"] == "safetensors":
             for file in ("params.safetensors", "moments.safetensors"):
                 assert (one / file).read_bytes() == (other / file).read_bytes()
+
+
+def change(moving):
+    for leaf in flatten({"params": moving.params, "moments": moving.moments}).values():
+        leaf.add_(1.0)
+
+
+def behind(event, function):
+    """The function, which waits for the event first."""
+    return lambda *args: (event.wait(30), function(*args))[1]
 
 
 def slow_down(monkeypatch, seconds):
@@ -371,29 +384,21 @@ def test_ranks_that_list_other_checkpoints_go_on_from_one(pools, tmp_path):
     assert pools(2)(listing_another, root_of(tmp_path), 1) == [(root_of(tmp_path) / "step_00000008", [])] * 2
 
 
-def breaking_exchange(grid, root, store):
-    """A rank that cannot go through the exchanges: what each says."""
+def without_room(grid, root):
+    """A save in which one rank has no memory for a whole tensor: what each says."""
     setup, one = make(grid)
-    own = Peers()
-    broken = MemoryError("no memory for a whole tensor")
-
-    def fail(*_):
-        raise broken
-
     with pytest.MonkeyPatch.context() as patch:
-        if own.rank == 1:
-            patch.setattr(stores, "gathered", fail)
-            patch.setattr(arrays, "metadata", fail)
+        if peers().rank == 1:
+            patch.setattr(stores, "room_for", lambda held: None)
         with pytest.raises(RunError) as error:
-            CheckpointManager(root, CheckpointConfig(background=False, store=store), dump(setup.run), own).save(one)
+            save(root, one, dump(setup.run))
     return str(error.value)
 
 
-@pytest.mark.parametrize("store", STORES[:2])
-def test_a_rank_that_leaves_an_exchange_keeps_no_other_waiting(pools, tmp_path, store):
-    found = pools(2)(breaking_exchange, MeshConfig(dp_shard=2), root_of(tmp_path), store, timeout=60)
-    assert "no memory for a whole tensor" in found[1] and all("step_00000000 failed" in said for said in found)
-    assert not any(not name.startswith(".") for name in names(root_of(tmp_path)))
+def test_a_rank_without_memory_for_a_tensor_keeps_no_other_waiting(pools, tmp_path):
+    for said in pools(2)(without_room, MeshConfig(dp_shard=2), root_of(tmp_path), timeout=60):
+        assert "step_00000000 failed" in said and "did not come: there is no more, or no memory for its" in said
+    assert names(root_of(tmp_path)) == []
 
 
 @pytest.mark.parametrize("where", [("params.safetensors", 20), ("config.yaml", 5)])

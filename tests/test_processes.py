@@ -118,7 +118,8 @@ def test_ctrl_c_saves_on_all_ranks_and_leaves_no_process(tmp_path):
     assert not processes_of(out)
 
 
-@pytest.mark.parametrize("when", [pytest.param("they are just born", marks=pytest.mark.slow), "they train"])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["they are just born", "they train"])
 def test_workers_end_when_their_launcher_is_killed(tmp_path, when):
     out = tmp_path / "out"
     run = start("--config", "dense-dp2", *TINY, *FOREVER, "--out", out)

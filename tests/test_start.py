@@ -9,6 +9,7 @@ from training import BATCH, TINY, text, train
 
 from configs import RUNS
 from glm5fn import ModelConfig, init_params, run, save_hf, settings
+from glm5fn.checkpoint import write_state
 from glm5fn.command import parse
 
 
@@ -63,9 +64,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused_by_name(refuse, tmp_path):
     assert "x/step_00000004/state.json cannot be read" in said
     path = tmp_path / "step_00000004"
     path.mkdir()
-    (path / "state.json").write_text(
-        json.dumps({"step": 4, "samples": 4, "tokens": 48, "skipped": 0, "files": {"a": [1, "0"]}})
-    )
+    write_state(path, {"step": 4, "samples": 4, "tokens": 48, "skipped": 0}, {"a": (1, "0")})
     assert "step_00000004/a is missing" in refuse("--resume", path)
 
 
