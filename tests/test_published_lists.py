@@ -50,7 +50,11 @@ def fill(place, tensor):
         out.write(tensor.flatten().view(torch.uint8).numpy().tobytes())
 
 
-@pytest.mark.parametrize("name", LISTS)
+# The largest that is always mapped is of FP8; the others of its size are among the slow tests.
+EACH = [pytest.param(name, marks=pytest.mark.slow if name in ("glm5", "glm5.2") else ()) for name in LISTS]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_a_published_list_maps_with_nothing_missing_or_unexpected(tmp_path, run, name):  # noqa: F811
     places = published(tmp_path, name)
     code, said = run("inspect", tmp_path)
