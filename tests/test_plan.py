@@ -73,8 +73,9 @@ def exchanged_by_a_step(grid, settings):
 
 
 EXCHANGING = [("ep 2", "none"), ("cp 2 x ep 2", "layer"), ("replicate 2 x shard 2", "none")]
+EXCHANGING += [("shard 2 x cp 2 x ep 4", "none")]
 EXCHANGING = [pytest.param(*cell, marks=pytest.mark.slow) for cell in EXCHANGING]
-EXCHANGING += [("shard 2 x cp 2 x ep 4", "none"), ("replicate 2 x shard 2 x ep 2", "layer")]
+EXCHANGING += [("replicate 2 x shard 2 x ep 2", "layer")]
 
 
 @pytest.mark.parametrize(("grid", "recompute"), EXCHANGING)
