@@ -26,14 +26,17 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 FOREVER = ["--steps", "100000", "--optim.decay-steps", "200000", "--checkpoint.every", "100000"]
 
 
-def start(*argv, launcher=(sys.executable,)):
-    """train.py in a process group of its own, with an environment that no launcher has touched."""
+def start(*argv, launcher=(sys.executable,), into=subprocess.PIPE):
+    """train.py in a process group of its own, with an environment that no launcher has touched.
+
+    into: a file for what it prints, if that is more than a pipe holds before it is read.
+    """
     hidden = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "PYTEST_XDIST_WORKER"}
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     return subprocess.Popen(
         [*launcher, str(ROOT / "train.py"), *map(str, argv)],
         env=environment,
-        stdout=subprocess.PIPE,
+        stdout=into,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
@@ -229,14 +232,17 @@ def test_a_group_that_loses_a_process_starts_again_twenty_times_of_twenty(tmp_pa
     code, printed = finish(start(*settings, "--out", tmp_path / "straight"), 600)
     assert code == 0, printed
     out = tmp_path / "killed"
-    run = start(*settings, "--out", out, "--max-restarts", "20")
+    log = (tmp_path / "log").open("w")
+    run = start(*settings, "--out", out, "--max-restarts", "20", into=log)
     for n in range(20):
         before = steps_done(out)
         wait_for(lambda before=before: steps_done(out) > max(before, 2))
         workers = [pid for pid in processes_of(out) if pid != run.pid]
         os.kill(workers[n % 2], signal.SIGKILL)
         wait_for(lambda workers=workers: not set(workers) & set(processes_of(out)), seconds=120)
-    code, printed = finish(run, 600)
+    code, _ = finish(run, 600)
+    log.close()
+    printed = (tmp_path / "log").read_text()
     assert code == 0, printed
     assert [f"restart {n}: " in printed for n in range(1, 21)] == [True] * 20, printed
     one, other = weights(tmp_path / "straight", 120), weights(out, 120)
