@@ -29,6 +29,7 @@ from glm5fn.checkpoint import State
 from glm5fn.manager import CheckpointManager
 from glm5fn.peers import Peers
 from glm5fn.settings import CheckpointConfig, dump
+from glm5fn.tree import flatten
 
 PIECE = 1 << 20
 
@@ -88,12 +89,9 @@ class Peak:
 
 
 def main(options: Options) -> int:
-    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
     state, config = make(options), dump(RUNS["dense-tiny"])
     trees = {"params": state.params, "moments": state.moments}
-    tensors = [
-        leaf for tree in (state.params, *state.moments.values()) for pair in tree.values() for leaf in pair.values()
-    ]
+    tensors = list(flatten(trees).values())
     size = sum(leaf.nbytes for leaf in tensors)
     found: dict[str, list[float]] = {}
 
@@ -101,7 +99,9 @@ def main(options: Options) -> int:
         found.setdefault(name, []).append(value)
 
     with tempfile.TemporaryDirectory(dir=options.place) as name:
-        root, peers = Path(name), Peers()
+        root = Path(name)
+        dist.init_process_group("gloo", init_method=f"file://{root}/ranks", rank=0, world_size=1)
+        peers = Peers()
         managers = {
             (store, way): CheckpointManager(
                 root / store, CheckpointConfig(keep=1, store=store, background=way == "background"), config, peers
@@ -134,16 +134,14 @@ def main(options: Options) -> int:
                 note("dcp, background", time.perf_counter() - begin)
                 assert isinstance(handle, Future)
                 handle.result()
-    dist.destroy_process_group()
+        dist.destroy_process_group()
     rates = {name: median(values) for name, values in found.items()}
     for name, value in rates.items():
         unit = "of the state" if "memory" in name else f"s{size / value / 1e9:9.2f} GB/s"
         print(f"{name:30}{value:9.3f} {unit}")
     for store in ("safetensors", "tensorstore"):
-        blocked, share = (
-            rates[f"{store}, background"] / rates["copy"],
-            rates["raw write"] / rates[f"{store}, waited for"],
-        )
+        blocked = rates[f"{store}, background"] / rates["copy"]
+        share = rates["raw write"] / rates[f"{store}, waited for"]
         print(f"{store}: training held up for {blocked:.2f} of a copy; written at {share:.2f} of the disk's speed")
     print(json.dumps({**asdict(options), "place": None, "bytes": size, **found}))
     return 0

@@ -13,13 +13,13 @@ import tensorstore as ts
 import torch
 from torch import Tensor
 
-from .files import Row, Rows, dtype_name, report
+from .files import CODES, Row, Rows, dtype_name, report
 from .mesh import Held
-from .spec import Region, whole
+from .spec import Region, slices, whole
 
 MARK = "zarr.json"  # the key of an array's metadata
 FILE = 1 << 28  # bytes of a file, about: one is read at once to check it
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+NAMED = {dtype_name(dtype): dtype for dtype in CODES}  # tensorstore calls them as torch does
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -83,10 +83,6 @@ def write_arrays(place: str, tensors: Mapping[str, Held], rank: int) -> None:
         raise OSError(f"{place}: {error}") from error
 
 
-def slices(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in region)
-
-
 def as_array(values: Tensor) -> np.ndarray:
     """A tensor as an array, of the same memory if it is on the CPU."""
     kind = ts.dtype(dtype_name(values.dtype)).numpy_dtype
@@ -119,15 +115,13 @@ class Arrays:
 
     @property
     def rows(self) -> dict[str, Row]:
-        return {
-            key: Row(self.place, DTYPES[array.dtype.name], tuple(array.shape)) for key, array in self.arrays.items()
-        }
+        return {key: Row(self.place, NAMED[array.dtype.name], tuple(array.shape)) for key, array in self.arrays.items()}
 
     def read(self, key: str, region: Region | None = None) -> Tensor:
         """One tensor, or the region of it that starts at and has the size of each pair; in memory of its own."""
         array = self.arrays[key]
         region = whole(tuple(array.shape)) if region is None else region
-        values = torch.empty([size for _, size in region], dtype=DTYPES[array.dtype.name])
+        values = torch.empty([size for _, size in region], dtype=NAMED[array.dtype.name])
         if values.numel():
             try:
                 as_array(values)[...] = array[slices(region)].read().result()

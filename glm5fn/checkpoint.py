@@ -24,13 +24,7 @@ from .model import model_specs
 from .peers import Peers
 from .settings import CONFIG, MOMENTS, RunConfig
 from .spec import Param, Region, Specs, rows, shape, trained
-from .stores import (
-    STATE,
-    Print,
-    Tensors,
-    open_item,
-    print_of,
-)
+from .stores import STATE, Print, Tensors, altered, as_prints, open_item, prints_in
 from .tree import unflatten
 
 # A kill while a step is saved again can leave the older save of it set aside: see `directory.settle`.
@@ -88,14 +82,8 @@ def damage(path: Path, peers: Peers) -> list[str]:
     def faults() -> list[str]:
         if found := defects(path):
             return found
-        _, prints = read_state(path)
-        for name in sorted(prints)[peers.rank :: peers.world]:
-            try:
-                if print_of(path, name) != prints[name]:
-                    found.append(f"{path / name} does not hold what was written: its checksum differs")
-            except FileNotFoundError:
-                found.append(f"{path}: {name} is missing")
-        return found
+        prints = prints_in(path)
+        return altered(path, {name: prints[name] for name in sorted(prints)[peers.rank :: peers.world]})
 
     parts = peers.gather(peers.together(faults))
     return list(dict.fromkeys(fault for part in parts for fault in part))
@@ -104,7 +92,7 @@ def damage(path: Path, peers: Peers) -> list[str]:
 def harmed(path: Path) -> bool:
     """Whether a checkpoint is damaged, by all that is in it, in one process."""
     try:
-        return bool(defects(path)) or any(print_of(path, name) != was for name, was in read_state(path)[1].items())
+        return bool(defects(path) or altered(path, prints_in(path)))
     except OSError:
         return True
 
@@ -112,7 +100,7 @@ def harmed(path: Path) -> bool:
 def read_state(path: Path) -> tuple[dict[str, int], dict[str, Print]]:
     """The counters of a checkpoint, and what its files are."""
     state = json.loads((path / STATE).read_text())
-    prints = {name: (int(size), str(checksum)) for name, (size, checksum) in dict(state["files"]).items()}
+    prints = as_prints(state["files"])
     counters = {name: int(state[name]) for name in COUNTERS}
     if state["checksum"] != checksum_of(counters, prints):
         raise ValueError("its checksum differs")

@@ -16,7 +16,7 @@ from . import checkpoint, corpora, limits, settings
 from .device import choose, widest
 from .hf import open_model, verify
 from .launch import launched
-from .record import METRICS, read_metrics
+from .record import METRICS, steps_on_record
 from .settings import CONFIG, RunConfig
 from .typed import ConfigError
 
@@ -150,7 +150,7 @@ def again(command: Command) -> Command:
     path, _ = checkpoint.newest(command.directory / "checkpoints")
     if command.start is None:
         return replace(command, resume="auto")
-    done = max((record["step"] for record in read_metrics(command.directory)), default=0)
+    done = steps_on_record(command.directory)
     own = path is not None and checkpoint.number(command.start) < checkpoint.number(path) <= done
     return replace(command, resume="auto") if own else command
 

@@ -21,7 +21,7 @@ from .kernels.reference import IGNORE
 from .packing import Corpus, Packed, Windows, pack
 from .settings import DataConfig
 from .sources import LINES, SUFFIXES, blocks, encode_block, read_object, read_rows
-from .text import Tokenizer, encode, open_tokenizer, with_control
+from .text import Tokenizer, encode, open_tokenizer
 
 
 class Vocabulary(Protocol):
@@ -59,7 +59,8 @@ def refuse(cfg: DataConfig, model: Vocabulary) -> None:
 
 def tokenizer_for(cfg: DataConfig, model: Vocabulary) -> Tokenizer:
     """The tokenizer. The model's first `eos_token_id` ends each document; bytes have an end of their own."""
-    found = open_tokenizer(cfg.tokenizer, model.eos_token_id[0] if model.eos_token_id else None)
+    end = model.eos_token_id[0] if model.eos_token_id else None
+    found = open_tokenizer(cfg.tokenizer, end, cfg.control_tokens)
     name, vocab = cfg.tokenizer, model.vocab_size
     if found.size > vocab:
         least = f"vocab_size ({vocab}) must be at least {found.size}"
@@ -68,7 +69,7 @@ def tokenizer_for(cfg: DataConfig, model: Vocabulary) -> Tokenizer:
         raise ValueError(f"{name}: nothing ends a document: the model's config.json must have eos_token_id")
     if not 0 <= found.end < vocab:
         raise ValueError(f"eos_token_id ({found.end}) ends each document: must be from 0 to vocab_size ({vocab}) - 1")
-    return with_control(found) if cfg.control_tokens else found
+    return found
 
 
 def open_data(cfg: DataConfig, model: Vocabulary, seed: int) -> Data:
@@ -96,8 +97,7 @@ def open_data(cfg: DataConfig, model: Vocabulary, seed: int) -> Data:
             raise ValueError(f"{name}: has no document of at least two tokens")
         count = sum(map(len, sets))
         held = min(max(round(cfg.held_out * count), 1), count - 1) if cfg.held_out else 0
-        ends = np.cumsum([len(each) for each in sets])
-        begins = [int(end) - len(each) for each, end in zip(sets, ends, strict=True)]
+        begins = np.cumsum([0, *map(len, sets)])[:-1].tolist()
         kept = [min(max(count - held - begin, 0), len(each)) for each, begin in zip(sets, begins, strict=True)]
         train.append(Joined([Part(each, 0, n) for each, n in zip(sets, kept, strict=True)]))
         held_out += [Part(each, n, len(each) - n) for each, n in zip(sets, kept, strict=True)]

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .spec import Region, whole
+from .spec import Region, slices, whole
 
+FORMAT = "glm5fn"  # of native directories and checkpoints, as their files say
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
     "BOOL": torch.bool,
@@ -107,7 +108,7 @@ class TensorFiles:
             return torch.empty([size for _, size in region], dtype=row.dtype)
         bits = np.dtype(f"i{row.dtype.itemsize}")
         mapped = np.memmap(self.directory / row.file, bits, "r", row.start, row.shape)
-        part = mapped[tuple(slice(start, start + size) for start, size in region)]
+        part = mapped[slices(region)]
         return torch.from_numpy(np.array(part)).view(row.dtype)
 
     def read_flat(self, key: str, start: int, count: int) -> Tensor:

@@ -4,7 +4,6 @@ A native directory has `"format": "glm5fn"` in its config.json. Nothing is trans
 dims are viewed as one, and a row with several keys is stacked from them, so a round trip keeps every bit.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +14,14 @@ import torch
 
 from . import legacy, settings
 from .config import ModelConfig, read_json
-from .files import Rows, TensorFiles, contract, dtype_name, report, survey_directory
+from .files import FORMAT, Rows, TensorFiles, contract, dtype_name, report, survey_directory
 from .fp8 import E4M3, METHOD, SCALE
 from .model import model_specs
 from .settings import CONFIG
 from .stored import Kind, Source, Stored, copies, differing_copies, sources, without_absent_mtp
-from .stores import STATE, Tensors, open_item, print_of
+from .stores import STATE, Tensors, altered, open_item, prints_in
 from .tree import tree_map, unflatten
 
-FORMAT = "glm5fn"
 # What older checkpoints hold although it follows from the config.
 BUFFERS = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -125,11 +123,8 @@ def open_model(path: str | Path, cfg: ModelConfig | None = None) -> tuple[ModelC
 
 def verify(path: Path) -> None:
     """Read all of a run's checkpoint. Raises ValueError that names the file that does not hold what was written."""
-    if not (path / STATE).is_file():
-        return
-    for name, was in json.loads((path / STATE).read_text())["files"].items():
-        if print_of(path, name) != tuple(was):
-            raise ValueError(f"{path / name} does not hold what was written: its checksum differs")
+    if (path / STATE).is_file() and (found := altered(path, prints_in(path))):
+        raise ValueError("; ".join(found))
 
 
 def method_faults(config: Mapping[str, Any]) -> list[str]:

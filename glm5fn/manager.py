@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .arrays import write_arrays
 from .checkpoint import COUNTERS, State, defects, number, steps, write_state
+from .device import synchronize
 from .directory import aside, atomic_directory, settle
 from .mesh import Held, RunError, held
 from .peers import Peers
@@ -23,8 +24,8 @@ from .stores import (
     Print,
     clear,
     discard,
-    elsewhere,
     files_of,
+    owned_url,
     place_of,
     print_of,
     write_files,
@@ -84,13 +85,13 @@ class CheckpointManager:
         for name, tensors in items.items():
             found[name] = {}
             for key, part in tensors.items():
-                at, values = f"{name}.{key}", part.values.detach()
+                at, values = f"{name}.{key}", part.values
                 if at not in self.copies:
                     self.copies[at] = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
                 self.copies[at].copy_(values, non_blocking=values.is_cuda)
                 found[name][key] = part._replace(values=self.copies[at])
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        for kind in {part.values.device.type for tensors in items.values() for part in tensors.values()}:
+            synchronize(kind)
         return found
 
     def write(self, items: Items, counters: Mapping[str, int]) -> None:
@@ -101,7 +102,7 @@ class CheckpointManager:
             with ExitStack() as stack:
                 peers.together(lambda: self.begin(path, stack))
                 own, problem = self.write_items(directory, items)
-                peers.together(lambda: agreed(problem))
+                peers.agree(problem)
                 prints = merged(peers.gather(own))
                 names = peers.gather(peers.together(lambda: files_of(directory)))[0]
                 rest = [name for name in names if name not in prints][peers.rank :: peers.world]
@@ -156,12 +157,12 @@ class CheckpointManager:
         if self.peers.rank:
             return
         write_state(directory, counters, prints)
-        older = None  # what says where the arrays are of a save of the same step
+        older = None  # where the arrays are of a save of the same step
         with suppress(OSError, ValueError):
-            older = elsewhere(path)
+            older = owned_url(path)
         stack.close()
-        if older and older["owner"] == str(self.root.resolve()):
-            self.cleared(older["url"])
+        if older:
+            self.cleared(older)
         self.prune(number(path))
 
     def prune(self, step: int) -> None:
@@ -187,11 +188,6 @@ class CheckpointManager:
             clear(url)
         except OSError as error:
             self.notices.append(f"not removed: {error}")
-
-
-def agreed(problem: str | None) -> None:
-    if problem is not None:
-        raise OSError(problem)
 
 
 def merged(parts: Iterable[Mapping[str, Print]]) -> dict[str, Print]:

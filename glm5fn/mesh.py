@@ -64,6 +64,12 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return found
 
 
+def agree(problem: str | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise RunError on every rank if any of them has a problem; all must call it."""
+    if problems := [text for text in gather(problem, group) if text]:
+        raise RunError("; ".join(dict.fromkeys(problems)))  # ranks that met the same fault tell it once
+
+
 def together(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call a function on all ranks; if it fails on one, RunError on all. What fails must not skip an exchange."""
     result, problem = None, None
@@ -74,8 +80,7 @@ def together(function: Callable[[], T], group: dist.ProcessGroup | None = None) 
     except Exception as error:  # a mistake of ours, for which the other ranks must not wait either
         place = traceback.extract_tb(error.__traceback__)[-1]
         problem = f"{error!r} in {place.filename}:{place.lineno}"
-    if problems := [text for text in gather(problem, group) if text]:
-        raise RunError("; ".join(dict.fromkeys(problems)))  # ranks that met the same fault tell it once
+    agree(problem, group)
     return result  # pyright: ignore[reportReturnType]
 
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from .mesh import gather, rank, together, world
+from .mesh import agree, gather, rank, together, world
 
 T = TypeVar("T")
 
@@ -20,6 +20,9 @@ class Peers:
 
     def gather(self, value: T) -> list[T]:
         return gather(value, self.group)
+
+    def agree(self, problem: str | None) -> None:
+        agree(problem, self.group)
 
     def together(self, function: Callable[[], T]) -> T:
         return together(function, self.group)

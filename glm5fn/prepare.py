@@ -20,7 +20,7 @@ from .directory import occupied
 from .record import tell
 from .shards import Settings, Shards, finished
 from .sources import SUFFIXES, Block, Encoded, blocks, encode_block
-from .text import Tokenizer, open_tokenizer, with_control
+from .text import open_tokenizer, tokenizer_file
 from .typed import ConfigError
 
 
@@ -63,7 +63,9 @@ def prepare(
     settings = Settings(
         inputs=tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths),
         tokenizer=tokenizer if tokenizer == "bytes" else str(Path(tokenizer).resolve()),
-        tokenizer_checksum=checksum_of(tokenizer),
+        tokenizer_checksum=""
+        if tokenizer == "bytes"
+        else xxhash.xxh3_128_hexdigest(tokenizer_file(tokenizer).read_bytes()),
         end=opened.end,
         size=opened.size,
         field=field,
@@ -106,13 +108,6 @@ def files_of(inputs: Sequence[Path]) -> list[Path]:
         if not path.name.endswith(SUFFIXES):
             raise ValueError(f"{path}: must end in one of {', '.join(SUFFIXES)}")
     return found
-
-
-def checksum_of(tokenizer: str) -> str:
-    """Of the file that decides how texts are encoded."""
-    path = Path(tokenizer)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    return "" if tokenizer == "bytes" else xxhash.xxh3_128_hexdigest(file.read_bytes())
 
 
 def skipped(settings: Settings, count: int) -> Iterator[Block]:
@@ -164,7 +159,4 @@ def work(block: Block, settings: Settings) -> Encoded:
     return encode_block(block, tokenizer, settings.kind, settings.field, settings.skip_bad)
 
 
-@cache
-def opened(name: str, end: int, control_tokens: bool) -> Tokenizer:
-    found = open_tokenizer(name, end)
-    return with_control(found) if control_tokens else found
+opened = cache(open_tokenizer)  # once in each process

@@ -29,6 +29,11 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} must hold one JSON object with a step on each line: {error!r}") from error
 
 
+def steps_on_record(run: Path) -> int:
+    """The number of the last step that a run has recorded."""
+    return max((record["step"] for record in read_metrics(run)), default=0)
+
+
 def tell(text: str) -> None:
     """Print a line for the person who watches, above the progress bar where there is one."""
     with tqdm.external_write_mode():

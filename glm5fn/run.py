@@ -26,7 +26,7 @@ from .manager import CheckpointManager
 from .mesh import Grid, together
 from .optim import grad_norm, init_moments
 from .peers import Peers
-from .record import Recorder, occupy, read_metrics, tell
+from .record import Recorder, occupy, steps_on_record, tell
 from .save import save_hf
 from .settings import CONFIG, RunConfig
 from .spec import Param, Region, init_region, shape, trained
@@ -165,7 +165,7 @@ def lost(out: Path, step: int) -> list[str]:
     """What a restart has to do again."""
     if not restarts():
         return []
-    done = max((record["step"] for record in read_metrics(out)), default=0)
+    done = steps_on_record(out)
     again = f"steps {step + 1} to {done} were lost, and are done again" if done > step else "no step was lost"
     return [f"restart {restarts()}: {again}"]
 

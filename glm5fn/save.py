@@ -20,9 +20,8 @@ from torch import Tensor
 
 from .config import ModelConfig
 from .directory import atomic_directory
-from .files import INDEX, MODEL, Row, TensorRow, as_bytes, contract, count_bytes, dtype_name, report
+from .files import FORMAT, INDEX, MODEL, Row, TensorRow, as_bytes, contract, count_bytes, dtype_name, report
 from .fp8 import E4M3, METHOD, SCALE, quantize, scale_shape
-from .hf import FORMAT
 from .model import model_specs
 from .spec import Param, count, hf_keys, hf_shape, rows, shape
 from .stored import Stored, at_rest, cuts

@@ -136,6 +136,15 @@ def whole(size: tuple[int, ...]) -> Region:
     return tuple((0, n) for n in size)
 
 
+def slices(region: Region) -> tuple[slice, ...]:
+    """A region as an index.
+
+    >>> slices(((2, 3), (0, 4)))
+    (slice(2, 5, None), slice(0, 4, None))
+    """
+    return tuple(slice(start, start + size) for start, size in region)
+
+
 def cut(size: int, parts: int, index: int) -> tuple[int, int]:
     """The (start, size) of one part of a dim, in DTensor's uneven cut: ceil-sized parts, the last ones short or empty.
 

@@ -55,7 +55,7 @@ def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]]
     names, totals = tally(setup, batches, stop, problem is not None)
     *numbers, asked, failed = totals.tolist()
     if failed:
-        mesh.together(lambda: say(problem))
+        mesh.agree(problem)
     if asked:
         return None
     count = dict(zip(names, numbers, strict=True))
@@ -83,11 +83,6 @@ def step(setup: Setup, state: State, stop: bool) -> tuple[State, dict[str, Any]]
         "tokens": state.tokens,
         "skipped": state.skipped,
     }
-
-
-def say(problem: str | None) -> None:
-    if problem is not None:
-        raise mesh.RunError(problem)
 
 
 def tally(setup: Setup, batches: Iterable[Batch], *flags: bool) -> tuple[list[str], Tensor]:

@@ -14,7 +14,7 @@ from .config import ModelConfig
 from .files import Rows, as_bytes
 from .fp8 import BLOCK, SCALE, dequantize, scale_shape
 from .model import model_specs
-from .spec import Param, Region, hf_groups, hf_keys, rows, shape, whole
+from .spec import Param, Region, hf_groups, hf_keys, rows, shape, slices, whole
 from .stores import Tensors
 
 PIECE = 1 << 22  # how many values are held at a time while files are copied
@@ -79,7 +79,7 @@ class Stored:
         keys, groups = self.source.keys, self.source.groups
         values = torch.empty([size for _, size in region], dtype=self.dtype)
         stacked = len(self.shape) - sum(map(len, groups))
-        places = tuple(slice(start, start + size) for start, size in region[:stacked])
+        places = slices(region[:stacked])
         numbers = torch.arange(len(keys)).view(self.shape[:stacked])[places].flatten().tolist()
         targets = values.view(len(numbers), *values.shape[stacked:]).unbind()
         outer, sizes, inner, dims = [], [], [], iter(region[stacked:])

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import tensorstore as ts
@@ -20,9 +21,10 @@ import xxhash
 from torch import Tensor
 
 from .arrays import Arrays
-from .files import Rows, TensorFiles
+from .files import FORMAT, Rows, TensorFiles
 from .mesh import Held
 from .peers import Peers
+from .spec import slices
 from .writer import write_tensors
 
 STATE = "state.json"  # in every checkpoint, and the last file of it to be written
@@ -52,7 +54,7 @@ def write_files(directory: Path, items: Items, peers: Peers) -> tuple[dict[str, 
                 rows = [(key, tensors[key].values.dtype, tensors[key].shape) for key in owned[peers.rank]]
                 number = f"-{peers.rank + 1:05}-of-{peers.world:05}" if peers.world > 1 else ""
                 path = directory / f"{item}{number}.safetensors"
-                prints[path.name] = write_tensors(path, rows, whole, {"format": "glm5fn"})
+                prints[path.name] = write_tensors(path, rows, whole, {"format": FORMAT})
         except (OSError, ValueError) as error:
             problem = str(error)
         deque(whole, maxlen=0)
@@ -88,7 +90,7 @@ def exchanged(tensors: Mapping[str, Held], owned: list[list[str]], peers: Peers)
             if owner == peers.rank:
                 yield gathered(tensors[key], peers)
             elif tensors[key].written_by(peers.rank) is not None:
-                part = tensors[key].values.detach().cpu().contiguous().flatten().view(torch.uint8)
+                part = tensors[key].values.cpu().contiguous().flatten().view(torch.uint8)
                 sent.append((peers.send(part, owner), part))
                 if len(sent) > IN_FLIGHT:
                     sent.popleft()[0].wait()
@@ -99,10 +101,10 @@ def exchanged(tensors: Mapping[str, Held], owned: list[list[str]], peers: Peers)
 def gathered(held: Held, peers: Peers) -> Tensor | None:
     """The whole of a tensor, on the rank that owns it; None without memory for it, and then too all is received."""
     if [rank for rank, _ in held.parts] == [peers.rank]:
-        return held.values.detach().cpu()
+        return held.values.cpu()
     whole = room_for(held)
     for source, region in held.parts:
-        place = tuple(slice(start, start + size) for start, size in region)
+        place = slices(region)
         if source == peers.rank:
             if whole is not None:
                 whole[place].copy_(held.values)
@@ -141,14 +143,23 @@ def elsewhere(directory: Path) -> dict[str, str]:
         raise ValueError(f"{directory / ELSEWHERE} cannot be read ({error!r})") from error
 
 
+def owned_url(directory: Path) -> str | None:
+    """Where arrays are that go with a checkpoint; None if there are none, or it is a copy of the one that owns them."""
+    if not (directory / ELSEWHERE).is_file():
+        return None
+    found = elsewhere(directory)
+    return found["url"] if found["owner"] == str(directory.parent.resolve()) else None
+
+
 def files_of(directory: Path) -> list[str]:
     """What a checkpoint consists of: files by their names below it, and the URLs of those that are elsewhere."""
-    place = place_of(directory) if (directory / ELSEWHERE).is_file() else None
-    there = [f"{place}{name.decode()}" for name in ts.KvStore.open(place).result().list().result()] if place else []
-    here = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
-    if place_of(directory) and not any(name.endswith(MANIFEST) for name in (*here, *there)):
-        raise OSError(f"{place_of(directory)}: what was written there is not there: the place cannot be shared or kept")
-    return sorted([*here, *there])
+    found = [str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()]
+    place = place_of(directory)
+    if (directory / ELSEWHERE).is_file():
+        found += [f"{place}{name.decode()}" for name in ts.KvStore.open(place).result().list().result()]
+    if place and not any(name.endswith(MANIFEST) for name in found):
+        raise OSError(f"{place}: what was written there is not there: the place cannot be shared or kept")
+    return sorted(found)
 
 
 def print_of(directory: Path, name: str) -> Print:
@@ -162,6 +173,27 @@ def print_of(directory: Path, name: str) -> Print:
             digest.update(data)
             size += len(data)
     return size, digest.hexdigest()
+
+
+def prints_in(directory: Path) -> dict[str, Print]:
+    """What a checkpoint says that its files hold."""
+    return as_prints(json.loads((directory / STATE).read_text())["files"])
+
+
+def as_prints(found: Any) -> dict[str, Print]:
+    return {name: (int(size), str(checksum)) for name, (size, checksum) in dict(found).items()}
+
+
+def altered(directory: Path, prints: Mapping[str, Print]) -> list[str]:
+    """What of these files is not there, or does not hold what was written. Raises OSError for what cannot be read."""
+    found = []
+    for name, was in prints.items():
+        try:
+            if print_of(directory, name) != was:
+                found.append(f"{directory / name} does not hold what was written: its checksum differs")
+        except FileNotFoundError:
+            found.append(f"{directory}: {name} is missing")
+    return found
 
 
 def read_url(url: str) -> bytes:
@@ -182,10 +214,8 @@ def discard(directory: Path) -> None:
         return
     problem = None
     try:
-        if (directory / ELSEWHERE).is_file():
-            found = elsewhere(directory)
-            if found["owner"] == str(directory.parent.resolve()):
-                clear(found["url"])
+        if url := owned_url(directory):
+            clear(url)
     except (OSError, ValueError) as error:
         problem = error
     shutil.rmtree(directory)
@@ -203,8 +233,7 @@ def clear(place: str) -> None:
 
 def open_item(directory: Path, item: str, check: Callable[[Rows], list[str]] = lambda rows: []) -> Tensors:
     """The tensors of an item of a checkpoint, by key. Raises ValueError as `TensorFiles.open` does."""
-    names = json.loads((directory / STATE).read_text())["files"]
-    if files := [name for name in names if name.startswith(item) and name.endswith(".safetensors")]:
+    if files := [name for name in prints_in(directory) if name.startswith(item) and name.endswith(".safetensors")]:
         return TensorFiles.open_files(directory, files, check)
     place = place_of(directory)
     if place is None:

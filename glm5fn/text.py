@@ -52,17 +52,17 @@ BYTES = Tokenizer(
 )
 
 
-def open_tokenizer(name: str, end: int | str | None) -> Tokenizer:
+def open_tokenizer(name: str, end: int | str | None, control_tokens: bool = False) -> Tokenizer:
     """`bytes` (ids 0-255, 256 ends a document), a tokenizer.json, or a Hugging Face directory that has one.
 
     end: the token that ends a document, or its id; when absent, the `eos_token` of the tokenizer_config.json beside it.
+    control_tokens: as `with_control`.
     The truncation, padding and special tokens that a tokenizer.json may ask for are not obeyed. Raises ValueError,
     which names the file, for what cannot be read, and for an end that it does not have.
     """
     if name == "bytes":
         return BYTES
-    path = Path(name)
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = tokenizer_file(name)
     if not file.is_file():
         raise ValueError(
             f"{file}: is not there: a tokenizer must be 'bytes', a tokenizer.json, or a directory with one"
@@ -95,7 +95,7 @@ def open_tokenizer(name: str, end: int | str | None) -> Tokenizer:
     number = whole.token_to_id(end) if isinstance(end, str) else end
     if isinstance(end, str) and number is None:
         raise ValueError(f"{file}: has no token {end!r} to end a document: name one that it has")
-    return Tokenizer(
+    made = Tokenizer(
         encode=without(leaky, encode) if leaky else encode,
         decode=lambda ids: whole.decode([int(i) for i in ids], skip_special_tokens=False),
         size=max(whole.get_vocab().values(), default=-1) + 1,
@@ -103,6 +103,13 @@ def open_tokenizer(name: str, end: int | str | None) -> Tokenizer:
         control=control,
         joins=joins,
     )
+    return with_control(made) if control_tokens else made
+
+
+def tokenizer_file(name: str) -> Path:
+    """The file that decides how texts are encoded."""
+    path = Path(name)
+    return path / "tokenizer.json" if path.is_dir() else path
 
 
 def without(names: Sequence[str], encode: Callable[[list[str]], list[np.ndarray]]) -> Callable[..., list[np.ndarray]]:
