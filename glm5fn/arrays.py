@@ -41,7 +41,7 @@ def metadata(held: Held) -> dict[str, Any]:
         "shape": list(held.shape),
         "data_type": dtype_name(held.values.dtype),
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [max(n, 1) for n in held.chunk]}},
-        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
     }
 
 

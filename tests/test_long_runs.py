@@ -17,7 +17,7 @@ LAYOUTS = {
 
 
 def run(out, *settings):
-    code, printed = finish(start(*settings, "--out", out), 900)
+    code, printed = finish(start(*settings, "--out", out), 1800)
     assert code == 0, printed
     return read_metrics(out)
 
@@ -105,5 +105,6 @@ def test_every_grid_trains_as_one_process_where_no_key_is_left_out(model, grids,
 
 @pytest.mark.parametrize(("model", "grid"), [("moe-tiny", "ep2"), ("dsa-tiny", "cp2"), ("glm5-tiny", "cp2-ep2")])
 def test_every_grid_trains_as_one_process_in_half_precision(model, grid, tmp_path):
-    for _, average in differences(tmp_path, model, "--data.seq-len", "64", "--precision", "bf16", grids=[grid]):
-        assert average <= 5e-3
+    """In rows as long as the runs have them: a short one can be a line of one character, whose tokens err together."""
+    for _, average in differences(tmp_path, model, "--data.seq-len", "256", "--precision", "bf16", grids=[grid]):
+        assert average <= FLIPPED
