@@ -5,10 +5,10 @@ from pathlib import Path
 
 from glm5fn.config import ModelConfig
 from glm5fn.settings import (
+    FSDP,
     CheckpointConfig,
     DataConfig,
     IndexerConfig,
-    Layout,
     MeshConfig,
     OptimConfig,
     RouterConfig,
@@ -216,9 +216,7 @@ MODELS = {
     ),
 }
 
-# The tensor axes that may be cut to store a part on each rank.
-WIDE = ("embed", "q_rank", "kv_rank")
-LAYOUTS = {"fsdp": Layout(store={"fsdp": WIDE, "ep": ("expert",), "rest": WIDE})}
+LAYOUTS = {"fsdp": FSDP}
 
 DENSE_TINY = RunConfig(
     name="dense-tiny",

@@ -1,7 +1,6 @@
 """The command line of train.py: what was asked, resolved into one RunConfig or refused."""
 
 import difflib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ import tyro
 from . import checkpoint, corpora, limits, settings
 from .device import choose, widest
 from .hf import open_model, verify
-from .launch import launched
+from .launch import launched, refuse_count
 from .record import METRICS, steps_on_record
 from .settings import CONFIG, RunConfig
 from .typed import ConfigError
@@ -95,15 +94,10 @@ def find(name: str, runs: Mapping[str, RunConfig]) -> RunConfig:
 
 def refuse(command: Command) -> None:
     """Raise ConfigError for what is in the way of a run on this machine; nothing has been written yet."""
-    run, mesh = command.run, command.run.mesh
+    run = command.run
     if command.max_restarts < 0:
         raise ConfigError(f"--max-restarts ({command.max_restarts}) must be at least 0")
-    started = os.environ.get("WORLD_SIZE", str(mesh.world))
-    if started != str(mesh.world):
-        raise ConfigError(
-            f"the launcher started {started} processes, the mesh needs mesh.dp-replicate ({mesh.dp_replicate}) x "
-            f"mesh.dp-shard ({mesh.dp_shard}) x mesh.cp ({mesh.cp}) = {mesh.world}: start as many, or change the mesh"
-        )
+    refuse_count(run.mesh)
     if run.deterministic and widest(run.device) != torch.float64:
         raise ConfigError(f"--deterministic sums in fp64, which {run.device} does not have: leave it out")
     if run.tensorboard and find_spec("tensorboard") is None:

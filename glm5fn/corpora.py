@@ -132,18 +132,29 @@ def open_corpora(path: Path | None, cfg: DataConfig, model: Vocabulary) -> tuple
         shards = [(shard, open_shard(shard)) for shard in shards_of(path)]
         named = partial(Corpus, size=model.vocab_size)
         return [named(name=str(p), tokens=shard.tokens, begins=shard.begins) for p, shard in shards], []
-    tokenizer, kind = tokenizer_for(cfg, model), np.dtype(np.uint16 if model.vocab_size <= 1 << 16 else np.uint32)
+    tokenizer = tokenizer_for(cfg, model)
     if path is None:
-        ids, ends = encode((topics[name] for name in sorted(topics)), tokenizer, kind)
+        ids, ends = encode((topics[name] for name in sorted(topics)), tokenizer, kind_for(model))
         return [corpus_of("the built-in text", [ids], [ends], model)], []
     if cfg.kind == "chat":
-        return read_chats(path, cfg, model, tokenizer, kind)
+        return read_chats(path, cfg, model, tokenizer)
+    corpus, said = read_texts(path, cfg, model, tokenizer)
+    return [corpus], said
+
+
+def kind_for(model: Vocabulary) -> np.dtype:
+    """The smallest type that holds a model's ids."""
+    return np.dtype(np.uint16 if model.vocab_size <= 1 << 16 else np.uint32)
+
+
+def read_texts(path: Path, cfg: DataConfig, model: Vocabulary, tokenizer: Tokenizer) -> tuple[Corpus, list[str]]:
+    """The documents of a file of texts, and what to say about them."""
     found, bad = [], []
     for block in blocks(path, cfg.field):
-        found.append(encode_block(block, tokenizer, kind, cfg.field, cfg.skip_bad))
+        found.append(encode_block(block, tokenizer, kind_for(model), cfg.field, cfg.skip_bad))
         bad += found[-1].bad
     corpus = corpus_of(str(path), [each.ids for each in found], [each.ends for each in found], model)
-    return [corpus], left_out(path, bad)
+    return corpus, left_out(path, bad)
 
 
 def corpus_of(name: str, ids: Sequence[np.ndarray], ends: Sequence[np.ndarray], model: Vocabulary) -> Corpus:
@@ -153,9 +164,7 @@ def corpus_of(name: str, ids: Sequence[np.ndarray], ends: Sequence[np.ndarray], 
     return Corpus(name=name, tokens=np.concatenate([np.zeros(0, np.uint8), *ids]), begins=whole, size=model.vocab_size)
 
 
-def read_chats(
-    path: Path, cfg: DataConfig, model: Vocabulary, tokenizer: Tokenizer, kind: np.dtype
-) -> tuple[list[Corpus], list[str]]:
+def read_chats(path: Path, cfg: DataConfig, model: Vocabulary, tokenizer: Tokenizer) -> tuple[list[Corpus], list[str]]:
     """The conversations of a file that have a label; the others are counted."""
     template = open_template(cfg.tokenizer, cfg.template)
     assert tokenizer.end is not None  # as tokenizer_for makes sure
@@ -173,7 +182,7 @@ def read_chats(
     labelled = [each for each in found if each.learned.any()]
     if not labelled:
         raise ValueError(f"{path}: no row has a label: none of its {len(found)} has an answer that fits data.seq-len")
-    ids = [each.ids.astype(kind) for each in labelled]
+    ids = [each.ids.astype(kind_for(model)) for each in labelled]
     corpus = corpus_of(str(path), ids, [np.array([len(each)]) for each in ids], model)
     bare = len(found) - len(labelled)
     notices = [f"{path}: {bare} of {len(found)} rows have no label, and were left out"] if bare else []

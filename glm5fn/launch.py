@@ -14,6 +14,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from .settings import MeshConfig
+from .typed import ConfigError
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LAUNCHER = "GLM5FN_LAUNCHER"  # in the environment of a process that `launch` started: the id of the one that did
 
@@ -21,6 +24,16 @@ LAUNCHER = "GLM5FN_LAUNCHER"  # in the environment of a process that `launch` st
 def launched() -> bool:
     """Whether a launcher (ours, or torchrun) started this process as one of a group."""
     return "RANK" in os.environ
+
+
+def refuse_count(mesh: MeshConfig) -> None:
+    """Raise ConfigError if a launcher started another number of processes than a grid has ranks."""
+    started = os.environ.get("WORLD_SIZE", str(mesh.world))
+    if started != str(mesh.world):
+        raise ConfigError(
+            f"the launcher started {started} processes, the mesh needs mesh.dp-replicate ({mesh.dp_replicate}) x "
+            f"mesh.dp-shard ({mesh.dp_shard}) x mesh.cp ({mesh.cp}) = {mesh.world}: start as many, or change the mesh"
+        )
 
 
 def restarts() -> int:

@@ -1,6 +1,7 @@
 """Which settings cannot be run, and which would change nothing."""
 
-from .settings import RunConfig
+from .config import ModelConfig
+from .settings import MeshConfig, RunConfig
 from .sources import ROWS
 from .typed import ConfigError
 
@@ -8,15 +9,12 @@ from .typed import ConfigError
 def refuse(run: RunConfig) -> None:
     """Raise ConfigError that names every setting that cannot be run, with the equation spelled out."""
     data, optim, mesh = run.data, run.optim, run.mesh
-    problems: list[str] = []
+    problems = mesh_faults(mesh, run.model)
 
     def need(holds: bool, text: str) -> None:
         if not holds:
             problems.append(text)
 
-    for name in ("dp_replicate", "dp_shard", "cp", "ep"):
-        value = getattr(mesh, name)
-        need(value >= 1, f"mesh.{name.replace('_', '-')} ({value}) must be at least 1")
     for name in ("seq_len", "global_batch", "micro_batch"):
         value = getattr(data, name)
         need(value >= 1, f"data.{name.replace('_', '-')} ({value}) must be at least 1")
@@ -72,16 +70,6 @@ def refuse(run: RunConfig) -> None:
         f"({run.model.max_position_embeddings})",
     )
     if not problems:
-        need(
-            mesh.dp_shard * mesh.cp % mesh.ep == 0,
-            f"mesh.ep ({mesh.ep}) must divide mesh.dp-shard ({mesh.dp_shard}) x mesh.cp ({mesh.cp}) = "
-            f"{mesh.dp_shard * mesh.cp}",
-        )
-        need(
-            mesh.ep == 1 or (run.model.n_routed_experts > 0 and run.model.n_routed_experts % mesh.ep == 0),
-            f"n_routed_experts ({run.model.n_routed_experts}) must be above 0 and divide evenly over mesh.ep "
-            f"({mesh.ep}): set it to a divisor",
-        )
         rows = mesh.data_ranks * data.micro_batch
         need(
             data.global_batch % rows == 0,
@@ -90,6 +78,21 @@ def refuse(run: RunConfig) -> None:
         )
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def mesh_faults(mesh: MeshConfig, model: ModelConfig) -> list[str]:
+    """Why a model cannot be put on a grid."""
+    sizes = {f"mesh.{name.replace('_', '-')}": getattr(mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "ep")}
+    if wrong := [f"{name} ({value}) must be at least 1" for name, value in sizes.items() if value < 1]:
+        return wrong
+    shards, experts, problems = mesh.dp_shard * mesh.cp, model.n_routed_experts, []
+    if shards % mesh.ep:
+        of = f"mesh.dp-shard ({mesh.dp_shard}) x mesh.cp ({mesh.cp}) = {shards}"
+        problems.append(f"mesh.ep ({mesh.ep}) must divide {of}")
+    if mesh.ep > 1 and (experts == 0 or experts % mesh.ep):
+        must = f"must be above 0 and divide evenly over mesh.ep ({mesh.ep}): set it to a divisor"
+        problems.append(f"n_routed_experts ({experts}) {must}")
+    return problems
 
 
 def idle(run: RunConfig) -> dict[str, str]:

@@ -27,6 +27,11 @@ class Layout:
     store: Mapping[str, tuple[str, ...]]
 
 
+# The tensor axes that may be cut to store a part on each rank, and what rests so.
+WIDE = ("embed", "q_rank", "kv_rank")
+FSDP = Layout(store={"fsdp": WIDE, "ep": ("expert",), "rest": WIDE})
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Ranks of each kind; the product of all but ep is the number of processes."""
