@@ -90,7 +90,7 @@ def load_for(
 
 
 def tokenizer_name(path: Path, asked: str | None) -> str:
-    """The tokenizer that is asked for, else the one in the model's directory, or that of a checkpoint's run, or bytes."""
+    """The one that is asked for, else the one in the model's directory, that of a checkpoint's run, or bytes."""
     if asked is not None or (path / "tokenizer.json").is_file():
         return asked or str(path)
     return load(path / CONFIG).data.tokenizer if (path / STATE).is_file() else "bytes"

@@ -165,10 +165,14 @@ def query_of(rows: Sequence[tuple[bytes, Sequence[Asked]]]) -> Query:
         tokens[row, : len(key) // ID.itemsize] = np.frombuffer(key, ID)
     at = [row * width + one.first + np.arange(len(one.tokens)) for row, one in asked]
     owners = [np.full(len(one.tokens), one.owner) for _, one in asked]
-    return Query(tokens, None, np.concatenate(at), np.concatenate([one.tokens for _, one in asked]), np.concatenate(owners))
+    return Query(
+        tokens, None, np.concatenate(at), np.concatenate([one.tokens for _, one in asked]), np.concatenate(owners)
+    )
 
 
-def encode_pair(encode: Callable[[list[str]], list[np.ndarray]], context: str, *continuations: str) -> list[tuple[np.ndarray, np.ndarray]]:
+def encode_pair(
+    encode: Callable[[list[str]], list[np.ndarray]], context: str, *continuations: str
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """A text and what may follow it, as pairs of ids, which are encoded as one text and cut where the first ends.
 
     Spaces at the end of the context become part of the continuation, as in lm-evaluation-harness.

@@ -28,6 +28,7 @@ ORDER = [
     *("stored", "hf", "save", "flops", "describe"),
     *("indexed", "packing", "data", "chat", "corpora", "loader"),
     *("grad", "optim", "checkpoint", "manager", "record", "launch", "compare", "shards", "prepare", "inspect_data"),
+    *("inference", "score", "perplexity", "mmlu", "evaluate", "harness"),
     *("step", "run", "rehearsal", "plan", "command", "__init__", "__main__", "configs", "train", "convert"),
 ]
 DISTRIBUTED = {"mesh", "peers", "fetch", "collectives", "launch", "rehearsal"}
