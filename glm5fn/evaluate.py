@@ -66,7 +66,7 @@ def evaluate(
         raise ConfigError("--path must be set with --task, and only with it: the files of the task")
     if batch < 1 or shots < 0:
         raise ConfigError(f"--batch ({batch}) must be at least 1, and --shots ({shots}) 0")
-    cfg, device = refuse(model, mesh, tokenizer), choose(device)
+    cfg, kind = refuse(model, mesh, tokenizer), choose(device)
     limit = cfg.max_position_embeddings
     seq_len = min(4096, limit) if seq_len is None else seq_len
     if not 1 <= seq_len <= limit:
@@ -91,12 +91,12 @@ def evaluate(
         raise ConfigError(str(error)) from error
 
     def work() -> None:
-        loaded = load_for(model, mesh=mesh, device=device, precision=precision, tokenizer=tokenizer)
+        loaded = load_for(model, mesh=mesh, device=kind, precision=precision, tokenizer=tokenizer)
         table, figures = measure(loaded)
         figures = {"model": str(model), "tokenizer": named, "precision": precision} | figures
         together(lambda: report(table, figures, out) if rank() == 0 else None)
 
-    return Job(mesh, device, work)
+    return Job(mesh, kind, work)
 
 
 def refuse_out(out: Path | None) -> None:

@@ -107,6 +107,7 @@ def prompt_of(
 
 
 def prompt_text(question: Question, examples: Sequence[Question]) -> str:
+    """The same as that of lm-evaluation-harness's tasks `mmlu_SUBJECT`."""
     subject = question.subject.replace("_", " ")
     head = f"The following are multiple choice questions (with answers) about {subject}.\n\n"
     shown = [f"{asked_text(example)} {LETTERS[example.answer]}\n\n" for example in examples]

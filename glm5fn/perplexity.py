@@ -1,6 +1,7 @@
 """How well a model predicts documents: nats a token, perplexity, bits per byte."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from . import corpora
 from .data import gather
 from .inference import Loaded
 from .kernels.reference import IGNORE
-from .mesh import RunError, rank, together
+from .mesh import rank, together
 from .packing import Corpus, Packed, pack, pieces_of
 from .record import tell
 from .score import Query, in_batches, sums
@@ -27,6 +28,8 @@ def refuse(cfg: DataConfig, model: corpora.Vocabulary) -> None:
     """Raise ValueError for what can be seen without reading the documents."""
     if fixed := [path for path in cfg.path if path.endswith(".safetensors")]:
         raise ValueError(f"{fixed[0]}: is a file of fixed batches: --data must name documents")
+    if twice := [path for path, times in Counter(cfg.path).items() if times > 1]:
+        raise ValueError(f"{twice[0]}: --data names it more than once: leave it out")
     corpora.refuse(cfg, model)
 
 
@@ -133,9 +136,6 @@ def windows_of(corpus: Corpus, seq_len: int, packing: Packing) -> Packed:
 
 
 def figures(text: Documents, tokens: int, nats: float) -> Figures:
-    """Raises RunError, alike on all ranks, for a sum that is not finite."""
-    if not math.isfinite(nats):
-        raise RunError(f"{text.name}: its log-probabilities add up to {-nats}: are the model's weights finite?")
     documents = sum(len(corpus.begins) - 1 for corpus in text.corpora)
     return Figures(documents=documents, tokens=tokens, bytes=text.bytes, nll=nats / tokens)
 

@@ -46,7 +46,8 @@ def sums(
     """For each owner, the sum of its targets' log-probabilities in nats, and how many of them are not the likeliest.
 
     query: makes each of `count` batches by its number; groups of ranks that share rows take them in turn. Sums are
-    those of all ranks, in fp64 where the device has it, on every rank's CPU.
+    those of all ranks, in fp64 where the device has it, on every rank's CPU. Raises RunError, on all ranks, for sums
+    that are not finite.
     """
     number, groups = mesh.data_rank(loaded.mesh)
     total = torch.zeros(owners, 2, dtype=widest(loaded.device), device=loaded.device)
@@ -55,7 +56,10 @@ def sums(
         asked = query(first + number) if first + number < count else BLANK
         found, own = answers(loaded, asked)
         total.index_add_(0, torch.from_numpy(asked.owners).to(loaded.device)[own], found.to(total.dtype))
-    return loaded.engine.comm.sum(total).cpu()
+    total = loaded.engine.comm.sum(total).cpu()
+    if not total.isfinite().all():
+        raise mesh.RunError(f"{what}: log-probabilities are not finite: are all of the model's weights?")
+    return total
 
 
 def answers(loaded: Loaded, query: Query) -> tuple[Float[Tensor, "m 2"], Tensor]:

@@ -189,6 +189,7 @@ def test_parameters_rest_in_the_dtype_that_is_computed_in_but_for_those_that_sta
         ("--model dense --data no.jsonl", "no.jsonl: is not there: data.path must be a file"),
         ("--model dense --data more.md", "more.md: data.path must end in one of"),
         ("--model dense --data x.safetensors", "x.safetensors: is a file of fixed batches"),
+        ("--model dense --data more.txt more.txt", "more.txt: --data names it more than once"),
         ("--model dense --data more.txt --out .", "--out .: cannot be written to (it is a directory)"),
         ("--model dense --data more.txt --out no/x.json", "--out no/x.json: cannot be written to"),
         ("--model dense --data more.txt --tokenizer no", "no: is not there: a tokenizer must be"),
@@ -239,7 +240,7 @@ def test_weights_that_are_not_finite_are_told_and_no_figure_is(place, run, tmp_p
     params["norm"][0] = math.nan
     save(tmp_path / "nan", params, MODELS["dense"])
     code, said = run("--model", "nan", "--data", place / "more.txt", "--out", "x.json")
-    assert code == 1 and "log-probabilities add up to nan: are the model's weights finite?" in said
+    assert code == 1 and "log-probabilities are not finite: are all of the model's weights?" in said
     assert not Path("x.json").exists()
 
 
