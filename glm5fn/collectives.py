@@ -44,6 +44,7 @@ def comm_for(grid: Grid | None, dtype: torch.dtype, grad_dtype: torch.dtype) -> 
         gather=lambda *parts: gather_tokens(parts, order, grid.rows),
         spans=lambda steps: spans_of(steps, order, grid.rows),
         experts=lambda kernel, *inputs: exchange_experts(kernel, *inputs, mesh=grid.expert["ep"]),
+        first=grid.rows.get_local_rank() == 0,
     )
 
 

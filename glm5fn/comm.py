@@ -1,7 +1,7 @@
 """`Comm`: the exchanges that model code may ask for. `local()` is the identity, for one rank."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,8 @@ class Comm:
     gather: tensors of one dtype [b, s, ...] -> each [b, t, ...], of all tokens in their order, in one exchange; the
     gradients of all ranks are summed on the way back.
     spans: s -> where this rank's tokens stand.
+    first: whether this rank is the first of those that share its rows.
+    past: how many tokens stand before these, whose keys are kept, as those of these will be; None if none are.
     experts: (the kernel, x [n, d], chosen [n, a], weights [n, a], this rank's gate_up and down) -> [n, d], as the
     kernel on all experts; every rank must call it, with tokens or without.
     """
@@ -45,6 +47,12 @@ class Comm:
     gather: Callable[..., tuple[Tensor, ...]] = lambda *parts: parts
     spans: Callable[[int], tuple[Span, ...]] = lambda steps: (Span(0, steps, steps),)
     experts: Callable[..., Tensor] = lambda kernel, *inputs: kernel(*inputs)
+    first: bool = True
+    past: int | None = None
+
+    def alone(self) -> "Comm":
+        """The exchanges for tokens that each of the ranks that share a row has all of."""
+        return replace(self, split=1, parts=1, mine=LOCAL.mine, gather=LOCAL.gather, spans=LOCAL.spans)
 
 
 def local(dtype: torch.dtype | None = None) -> Comm:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .comm import LOCAL, Comm, Span, over_spans
 from .config import ModelConfig
 from .kernels import TORCH, Kernels
-from .mla import absorb, expanded, merge, nope_dim, project, query_latent, values
+from .mla import absorb, attend, merge, nope_dim, project, query_latent, values
 from .ops import rotation, upcast
 from .spec import Param
 
@@ -140,10 +140,11 @@ def attn_dsa(
     latents = project(params, x, positions, theta, eps, kernels)
     nope, rank = nope_dim(params), params["kv_a_norm"].shape[0]
     scale = latents.q.shape[-1] ** -0.5
-    spans, sparse = comm.spans(x.shape[1]), x.shape[1] * comm.split > topk and not dense
+    spans, total = comm.spans(x.shape[1]), (comm.past or 0) + x.shape[1] * comm.split
+    sparse = total > topk and not dense
     keys, index = latents.keys, None
     if "indexer" in params:
-        if taught or (sparse and chosen is None):
+        if taught or (sparse and chosen is None) or comm.past is not None:
             indexer = params["indexer"] if taught else {name: leaf.detach() for name, leaf in params["indexer"].items()}
             inputs = x.detach(), latents.q_latent.detach(), positions
             index = make_index(indexer, *inputs, latents.q.shape[-1] - nope, theta, kernels)
@@ -157,14 +158,14 @@ def attn_dsa(
     if index is None:
         (keys,) = comm.gather(keys)
     if selected.chosen is None:
-        folded, y = None, expanded(params, latents.q, keys, segments, spans, kernels)
+        folded, y = None, attend(params, latents.q, keys, segments, spans, comm.past is not None, kernels)
     else:
         folded = absorb(params, latents.q)
 
-        def attend(q: Tensor, chosen: Tensor, keys: Tensor) -> Float[Tensor, "b s h c"]:
+        def attend_chosen(q: Tensor, chosen: Tensor, keys: Tensor) -> Float[Tensor, "b s h c"]:
             return kernels.sparse_attention(q, keys, chosen, rank, scale)
 
-        y = values(params, over_spans(attend, spans, (folded, selected.chosen), (keys,)), nope)
+        y = values(params, over_spans(attend_chosen, spans, (folded, selected.chosen), (keys,)), nope)
     kl, index = None, selected.index
     if index is not None:
         folded = absorb(params, latents.q) if folded is None else folded

@@ -108,6 +108,28 @@ def values(params: Mapping[str, Tensor], mixed: Float[Tensor, "b s h c"], nope: 
     return torch.einsum("bshc,huc->bshu", mixed, params["kv_b"][:, nope:])
 
 
+def attend(
+    params: Mapping[str, Tensor],
+    q: Float[Tensor, "b s h k"],
+    keys: Float[Tensor, "b t c+r"],
+    segments: Int[Tensor, "b t"] | None,
+    spans: Sequence[Span],
+    folded: bool,
+    kernels: Kernels,
+) -> Float[Tensor, "b s h u"]:
+    """Attention to all keys; folded: over the latents themselves instead of expanded keys, which is equal."""
+    if not folded:
+        return expanded(params, q, keys, segments, spans, kernels)
+    rank, scale = params["kv_a_norm"].shape[0], q.shape[-1] ** -0.5
+
+    def meet(q: Tensor, keys: Tensor, segments: Tensor | None) -> Float[Tensor, "b s h c"]:
+        q, keys = rearrange(q, "b s h c -> b h s c"), keys[:, None]
+        return rearrange(kernels.attention(q, keys, keys, segments, scale)[..., :rank], "b h s c -> b s h c")
+
+    mixed = over_spans(meet, spans, (absorb(params, q),), (keys, segments))
+    return values(params, mixed, nope_dim(params))
+
+
 def nope_dim(params: Mapping[str, Tensor]) -> int:
     """How many dims of a head's queries and keys are not rotated."""
     return params["q_b"].shape[1] - params["kv_a"].shape[0] + params["kv_a_norm"].shape[0]
@@ -125,7 +147,7 @@ def attn_mla(
     *,
     theta: float = 1e4,
     eps: float = 1e-6,
-    absorbed: bool = False,
+    absorbed: bool | None = None,
     comm: Comm = LOCAL,
     kernels: Kernels = TORCH,
 ) -> Float[Tensor, "b s d"]:
@@ -134,17 +156,10 @@ def attn_mla(
     params: q_a [q, d], q_a_norm [q], q_b [h, k, q], kv_a [c+r, d], kv_a_norm [c], kv_b [h, k-r+u, c] (key rows, then
     value rows), o [d, h, u]. RoPE turns adjacent pairs of the last r dims of queries and keys; the scale is k^-0.5.
     positions: of each token for RoPE, 0, 1, ... when absent. segments: a token attends inside its own only.
-    eps: of the norms of both latents. absorbed: attend over the latents themselves instead of expanded keys; equal.
+    eps: of the norms of both latents. absorbed: attend over the latents themselves instead of expanded keys, which is equal;
+    by default where keys are kept.
     """
     latents = project(params, x, positions, theta, eps, kernels)
     (keys,), spans = comm.gather(latents.keys), comm.spans(x.shape[1])
-    if not absorbed:
-        return merge(params, expanded(params, latents.q, keys, segments, spans, kernels), kernels)
-    rank, scale = params["kv_a_norm"].shape[0], latents.q.shape[-1] ** -0.5
-
-    def attend(q: Tensor, keys: Tensor, segments: Tensor | None) -> Float[Tensor, "b s h c"]:
-        q, keys = rearrange(q, "b s h c -> b h s c"), keys[:, None]
-        return rearrange(kernels.attention(q, keys, keys, segments, scale)[..., :rank], "b h s c -> b s h c")
-
-    mixed = over_spans(attend, spans, (absorb(params, latents.q),), (keys, segments))
-    return merge(params, values(params, mixed, nope_dim(params)), kernels)
+    folded = comm.past is not None if absorbed is None else absorbed
+    return merge(params, attend(params, latents.q, keys, segments, spans, folded, kernels), kernels)

@@ -34,23 +34,36 @@ def depths(
     end, the position does not count, and it stands after all that do, so that none of them attends to it. Depths in
     excess of the weight sets share the only one.
     """
-    norm, eps, chosen = engine.kernels.rms_norm, cfg.rms_norm_eps, None
-    outer, last = outer_specs(cfg), cfg.num_hidden_layers
+    chosen = None
     for depth, further in enumerate(prepared.further):
         number = depth % cfg.num_nextn_predict_layers
-        weights, specs = params["mtp"][str(number)], mtp_specs(cfg, last + number)
-        embedded = F.embedding(further.tokens, engine.fetch(params, outer, "embed"))
-        joined = (
-            norm(embedded, engine.fetch(weights, specs, "embed_norm"), eps),
-            norm(x, engine.fetch(weights, specs, "hidden_norm"), eps),
-        )
-        x = engine.kernels.linear(torch.cat(joined, -1), engine.fetch(weights, specs, "join"))
-        here, rows = prepared.where._replace(real=further.real), block_specs(cfg, last + number)
-        x, selected, found = engine.layer(weights, rows, x, here, None, cfg, chosen=chosen)
+        weights, layer = params["mtp"][str(number)], cfg.num_hidden_layers + number
+        here = prepared.where._replace(real=further.real)
+        x = joined(params, number, x, further.tokens, cfg, engine)
+        x, selected, found = engine.layer(weights, block_specs(cfg, layer), x, here, None, cfg, chosen=chosen)
         if engine.terms.mtp.share_indices and selected is not None:
             chosen = selected.chosen
-        x = norm(x, engine.fetch(weights, specs, "norm"), eps)
+        x = engine.kernels.rms_norm(x, engine.fetch(weights, mtp_specs(cfg, layer), "norm"), cfg.rms_norm_eps)
         yield Depth(x, named(f"mtp.{number}", found))
+
+
+def joined(
+    params: Params,
+    number: int,
+    x: Float[Tensor, "b s d"],
+    tokens: Int[Tensor, "b s"],
+    cfg: ModelConfig,
+    engine: Engine,
+) -> Float[Tensor, "b s d"]:
+    """What the layer of a weight set begins with: the states of the depth before, and the tokens further ahead."""
+    weights, specs = params["mtp"][str(number)], mtp_specs(cfg, cfg.num_hidden_layers + number)
+
+    def normed(values: Tensor, name: str) -> Tensor:
+        return engine.kernels.rms_norm(values, engine.fetch(weights, specs, name), cfg.rms_norm_eps)
+
+    embedded = F.embedding(tokens, engine.fetch(params, outer_specs(cfg), "embed"))
+    both = torch.cat((normed(embedded, "embed_norm"), normed(x, "hidden_norm")), -1)
+    return engine.kernels.linear(both, engine.fetch(weights, specs, "join"))
 
 
 def forward_mtp(
