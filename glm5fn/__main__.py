@@ -7,6 +7,7 @@ from tyro.extras import subcommand_cli_from_dict
 
 from . import mesh
 from .compare import compare
+from .complete import complete
 from .evaluate import evaluate
 from .inference import Job, run
 from .inspect_data import inspect_data
@@ -16,6 +17,7 @@ from .typed import ConfigError
 COMMANDS: dict[str, Callable[..., int | Job]] = {
     "compare": compare,
     "evaluate": evaluate,
+    "generate": complete,
     "prepare": prepare,
     "inspect-data": inspect_data,
 }

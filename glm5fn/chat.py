@@ -22,7 +22,7 @@ ASSISTANT, USER, OBSERVATION = "<|assistant|>", "<|user|>", "<|observation|>"
 ROLES = ("<|system|>", USER, ASSISTANT, OBSERVATION)
 PRIVATE = range(0xE000, 0xF900)  # characters that mean nothing by themselves
 
-Render = Callable[[Sequence[Mapping[str, Any]], Any], str]  # of messages and tools
+Render = Callable[..., str]  # of messages and tools, and whether an answer is asked for
 
 
 class Conversation(NamedTuple):
@@ -63,9 +63,9 @@ def open_template(tokenizer: str, path: str | None) -> Render:
     named = {name: token_name(token) for name, token in settings.items() if name.endswith("_token")}
     tokens = {name: token for name, token in named.items() if isinstance(token, str)}
 
-    def render(messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+    def render(messages: Sequence[Mapping[str, Any]], tools: Any, asks: bool = False) -> str:
         try:
-            return template.render(messages=messages, tools=tools, add_generation_prompt=False, **tokens)
+            return template.render(messages=messages, tools=tools, add_generation_prompt=asks, **tokens)
         except Exception as error:  # a template can raise anything
             raise ValueError(f"the chat template cannot render it ({error})") from error
 
@@ -109,9 +109,7 @@ def encode_chat(
     fits and ends with an answer; if none does, the conversation is empty. control: what reads like a control token in
     a message is one; else only the template makes them.
     """
-    messages, tools = checked(row)
-    mark = "" if control else unused([messages, tools])
-    messages, tools = broken([messages, tools], weak_places(frozenset(tokenizer.control)), mark)
+    messages, tools, mark = readied(row, tokenizer, control)
 
     def encode(turns: int) -> Conversation:
         ids = encode_rendered(render(messages[:turns], tools), tokenizer, mark)
@@ -125,6 +123,20 @@ def encode_chat(
     while answers and len(found.ids) > longest + 1:
         found = encode(answers.pop())
     return found if len(found.ids) <= longest + 1 and found.learned.any() else EMPTY
+
+
+def encode_question(row: Mapping[str, Any], tokenizer: Tokenizer, render: Render, control: bool) -> np.ndarray:
+    """The tokens behind which the next answer stands, of a row as `encode_chat` takes it, with its errors."""
+    messages, tools, mark = readied(row, tokenizer, control)
+    return encode_rendered(render(messages, tools, asks=True), tokenizer, mark)
+
+
+def readied(row: Mapping[str, Any], tokenizer: Tokenizer, control: bool) -> tuple[Any, Any, str]:
+    """Messages and tools, with a mark in what would read like a control token, which is to be taken out again."""
+    messages, tools = checked(row)
+    mark = "" if control else unused([messages, tools])
+    messages, tools = broken([messages, tools], weak_places(frozenset(tokenizer.control)), mark)
+    return messages, tools, mark
 
 
 def checked(row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], Any]:

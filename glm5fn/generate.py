@@ -239,9 +239,7 @@ def chosen(
     sampling: Sampling,
 ) -> list[Token]:
     """The drafts of a row that are kept, and one token more."""
-    wanted = (
-        distribution(each, sampling, [*row.prompt, *row.ids, *drafted[:at]]) for at, each in enumerate(logits)
-    )
+    wanted = (distribution(each, sampling, [*row.prompt, *row.ids, *drafted[:at]]) for at, each in enumerate(logits))
     ids = verified(drafted, proposed, wanted, draws)
     logs = upcast(logits[: len(ids)]).log_softmax(-1)
     return [Token(token, float(log[token])) for token, log in zip(ids, logs, strict=True)]

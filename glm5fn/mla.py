@@ -156,8 +156,8 @@ def attn_mla(
     params: q_a [q, d], q_a_norm [q], q_b [h, k, q], kv_a [c+r, d], kv_a_norm [c], kv_b [h, k-r+u, c] (key rows, then
     value rows), o [d, h, u]. RoPE turns adjacent pairs of the last r dims of queries and keys; the scale is k^-0.5.
     positions: of each token for RoPE, 0, 1, ... when absent. segments: a token attends inside its own only.
-    eps: of the norms of both latents. absorbed: attend over the latents themselves instead of expanded keys, which is equal;
-    by default where keys are kept.
+    eps: of the norms of both latents. absorbed: attend over the latents themselves instead of expanded keys, which is
+    equal; by default where keys are kept.
     """
     latents = project(params, x, positions, theta, eps, kernels)
     (keys,), spans = comm.gather(latents.keys), comm.spans(x.shape[1])

@@ -112,7 +112,15 @@ def advance_depth(
         where, cache = placed(cache, y.shape[1], None if real is None else real[:, part], comm)
         kept = keeping(comm, cache.kept[str(layer)], past)
         y, _, _ = engine.block(
-            comm.fetch(weights, block_specs(cfg, layer)), y, where, None, None, cfg=cfg, terms=engine.terms, comm=kept, kernels=engine.kernels
+            comm.fetch(weights, block_specs(cfg, layer)),
+            y,
+            where,
+            None,
+            None,
+            cfg=cfg,
+            terms=engine.terms,
+            comm=kept,
+            kernels=engine.kernels,
         )
         found.append(engine.kernels.rms_norm(y, norm, cfg.rms_norm_eps))
     return torch.cat(found, 1), cache

@@ -1,5 +1,6 @@
 """Texts as token ids."""
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+CHARACTER = 4  # bytes of a character at most, and so tokens
 PIECE = re.compile(r"(?s).{1,65536}(?= |\Z)|.{1,65536}")  # of a text, to be encoded at once
 
 
@@ -50,6 +52,38 @@ BYTES = Tokenizer(
     end=256,
     control={"<end>": 256},
 )
+
+
+class Stream:
+    """The text of tokens as they come, in whole characters: what may change with the next token is held back."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []  # whose text tells how the next one's begins
+        self.shown = 0  # of them
+
+    def add(self, token: int) -> str:
+        """The characters that are whole now."""
+        self.ids.append(token)
+        text, before = self.tokenizer.decode(self.ids), self.tokenizer.decode(self.ids[: self.shown])
+        if len(self.ids) - self.shown < CHARACTER and unfinished(self.ids, text, self.tokenizer):
+            return ""
+        self.ids, self.shown = self.ids[self.shown :], len(self.ids) - self.shown
+        return text[len(before) :]
+
+    def end(self) -> str:
+        """What is left when no token follows."""
+        return self.tokenizer.decode(self.ids)[len(self.tokenizer.decode(self.ids[: self.shown])) :]
+
+
+def unfinished(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> bool:
+    """Whether the text of these tokens may end in a part of a character."""
+    if tokenizer is not BYTES:
+        return text.endswith("\ufffd")
+    tail = bytes(ids[-CHARACTER + 1 :]) if max(ids[-CHARACTER + 1 :]) < 256 else b""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(tail)
+    return bool(decoder.getstate()[0])
 
 
 def open_tokenizer(name: str, end: int | str | None, control_tokens: bool = False) -> Tokenizer:

@@ -25,10 +25,11 @@ ORDER = [
         "stores",
     ),
     *("gqa", "mla", "dsa", "ffn", "moe", "batch", "block", "model", "mtp", "losses", "shell"),
+    *("decode", "sampling", "speculate", "generate"),
     *("stored", "hf", "save", "flops", "describe"),
     *("indexed", "packing", "data", "chat", "corpora", "loader"),
     *("grad", "optim", "checkpoint", "manager", "record", "launch", "compare", "shards", "prepare", "inspect_data"),
-    *("inference", "score", "perplexity", "mmlu", "evaluate", "harness"),
+    *("inference", "score", "perplexity", "mmlu", "evaluate", "converse", "complete", "harness"),
     *("step", "run", "rehearsal", "plan", "command", "__init__", "__main__", "configs", "train", "convert"),
 ]
 DISTRIBUTED = {"mesh", "peers", "fetch", "collectives", "launch", "rehearsal"}

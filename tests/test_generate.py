@@ -81,7 +81,7 @@ def test_drafts_change_no_token_of_twenty_prompts(drafts):
 def test_every_draft_is_what_the_depth_predicts_from_all_tokens_before_it():
     """So no depth stands on a rejected token, and none falls behind, whatever the rows of a batch keep."""
     cfg, params = make(num_mtp_depths=3)
-    prompts, seen = random_prompts((1, 7, 2)), []
+    prompts, seen, before = random_prompts((1, 7, 2)), [], []
 
     def noted(*args):
         drafts, depths = speculate.draft(*args)
