@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from .collectives import chunk_order
+from .config import ModelConfig
+from .decode import bytes_of_token
 from .device import widest
 from .flops import flops_per_token, parameters
 from .model import model_specs
@@ -34,7 +36,16 @@ def model(run: RunConfig) -> list[tuple[str, str]]:
         *([("multi-token prediction", f"{more}; not counted above")] if counted.mtp else []),
         ("FLOPs of a token", f"{human(flops, 'FLOP', 1000)}, forward and backward in {run.data.seq_len:,} tokens"),
         ("FLOPs of a step", f"{human(flops * tokens, 'FLOP', 1000)}, {tokens:,} tokens"),
+        ("kept of a token", kept(cfg, torch.bfloat16 if run.precision == "bf16" else torch.float32)),
     ]
+
+
+def kept(cfg: ModelConfig, dtype: torch.dtype) -> str:
+    """What decoding keeps of a token, by what it is."""
+    layers = bytes_of_token(cfg, dtype).values()
+    sizes = {name: n for layer in layers for name, n in layer.items()}
+    parts = [f"{name} {n:,} B in {sum(name in layer for layer in layers)} layers" for name, n in sizes.items()]
+    return f"{human(sum(sum(layer.values()) for layer in layers), 'B', 1024)} when it generates: {', '.join(parts)}"
 
 
 def layout(run: RunConfig) -> list[tuple[str, str]]:

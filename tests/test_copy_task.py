@@ -9,8 +9,10 @@ from configs import RUNS
 from glm5fn import forward_mtp, unflatten
 from glm5fn.checkpoint import newest
 from glm5fn.command import parse
+from glm5fn.generate import generate
 from glm5fn.kernels import TORCH
 from glm5fn.losses import loss
+from glm5fn.model import Engine
 from glm5fn.record import read_metrics
 from glm5fn.settings import IndexerConfig, Terms
 
@@ -113,7 +115,7 @@ def course(tmp_path_factory):
         found["records"] = records
         found[stage] = (records[last:], accuracies(params, held, parse(flags, RUNS).run.model), before, after)
         print(stage, f"accuracies {found[stage][1]}, recall {before} -> {after}")
-    return found
+    return found | {"model": (cfg, params), "held": held["tokens"]}
 
 
 def fall(records, name, ends=10):
@@ -127,6 +129,17 @@ def fall(records, name, ends=10):
 @pytest.mark.parametrize("stage", ["frozen", "sparse"])
 def test_what_repeats_is_predicted_one_two_and_three_tokens_ahead(course, stage):
     assert min(course[stage][1]) > 0.95
+
+
+def test_two_tokens_a_round_and_more_are_written_where_three_are_drafted(course):
+    cfg, params = course["model"]
+    prompts = course["held"][:, : 2 * PERIOD].tolist()
+    *_, plain = generate(params, prompts, cfg, Engine(), most=LENGTH // 2)
+    *_, found = generate(params, prompts, cfg, Engine(), most=LENGTH // 2, drafts=3)
+    assert [row.ids for row in found] == [row.ids for row in plain]
+    rate = sum(len(row.ids) - 1 for row in found) / sum(row.rounds - 1 for row in found)  # the prompt gives the first
+    print(f"{rate:.3f} tokens a round")
+    assert rate >= 2.0
 
 
 @pytest.mark.parametrize("stage", ["dense-warmup", "sparse"])

@@ -17,6 +17,7 @@ from training import train
 from configs import RUNS
 from glm5fn import step
 from glm5fn.flops import parameters
+from glm5fn.plan import kept
 from glm5fn.rehearsal import Ledger, by_kind, rehearse
 from glm5fn.settings import MeshConfig
 
@@ -47,6 +48,13 @@ def test_every_run_can_be_planned(told, name):
     assert f"{counted.total:,} " in said and f"{counted.active:,} " in said
     for line in ("FLOPs of a step", "moments on a rank", "together on a rank", "largest tensor", "exchanged in a step"):
         assert line in said
+
+
+def test_the_plan_tells_the_bytes_that_decoding_keeps_of_a_token():
+    full, more = "index 256 B in {} layers", "latent 1,152 B in 78 layers"  # 512 + 64 and 128 numbers in bf16
+    assert kept(RUNS["glm5-744b"].model, torch.bfloat16).endswith(f"generates: {more}, {full.format(78)}")
+    assert kept(RUNS["glm5.2-744b"].model, torch.bfloat16).endswith(f"generates: {more}, {full.format(21)}")
+    assert "latent 2,304 B in 78 layers" in kept(RUNS["glm5-744b"].model, torch.float32)
 
 
 @pytest.mark.slow
