@@ -10,7 +10,7 @@ command line with that done; in Python it is the import alone:
     lm_eval.simple_evaluate(model="glm5fn", model_args={"path": "DIR"}, tasks=["arc_easy"])
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,49 +24,14 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from .inference import Device, Loaded, Precision, load_for
-from .model import forward
+from .generate import generate
+from .inference import Device, Precision, load_for
+from .sampling import Sampling
 from .score import Ids, encode_pair, score
 from .typed import ConfigError
 
 Pair = tuple[Ids, Ids]
 NEW = 256  # tokens of an answer, where a task does not say how many
-
-
-@torch.no_grad()
-def greedy(
-    loaded: Loaded,
-    prompts: Sequence[Sequence[int]],
-    *,
-    most: int,
-    stops: Sequence[int],
-    until: Sequence[str],
-    sampling: Mapping[str, Any],
-) -> list[list[int]]:
-    """The likeliest token after token behind each prompt, as ids without the prompt.
-
-    most: of new tokens. stops: ids, and until: texts, of which each ends an answer; it may be the last of it. sampling:
-    temperature, top_k and top_p where they were asked for, of which the greedy choice has none.
-    """
-    if sampling:
-        raise ValueError(f"sampling ({dict(sampling)}) must not be asked for: answers are greedy")
-    engine, found = loaded.engine, []
-    for prompt in prompts:
-        answer: list[int] = []
-        while len(answer) < most and not ended(loaded, answer, stops, until):
-            tokens = torch.tensor([[*prompt, *answer]], device=loaded.device)
-            logits = forward(loaded.params, tokens, loaded.cfg, comm=engine.comm, kernels=engine.kernels)
-            answer.append(int(logits[0, -1].argmax()))
-        found.append(answer)
-    return found
-
-
-def ended(loaded: Loaded, answer: Sequence[int], stops: Sequence[int], until: Sequence[str]) -> bool:
-    text = loaded.tokenizer.decode(answer)
-    return any(one in stops for one in answer[-1:]) or any(one in text for one in until)
-
-
-continuations: Callable[..., list[list[int]]] = greedy
 
 
 @register_model("glm5fn")
@@ -152,10 +117,22 @@ class GLM(LM):
             raise ValueError(f"max_gen_toks ({most}) must be below max_length ({self.max_length}): ask for fewer")
         prompts = [self.encode(text).tolist()[most - self.max_length :] or [self.end] for text in contexts]
         names = ("temperature", "top_k", "top_p") if settings["do_sample"] else ()
-        sampling = {name: settings[name] for name in names if name in settings}
-        stops = (self.end, *self.loaded.cfg.eos_token_id)
-        ids = continuations(self.loaded, prompts, most=most, stops=stops, until=until, sampling=sampling)
-        return [before(self.loaded.tokenizer.decode(without_last(answer, stops)), until) for answer in ids]
+        sampling = Sampling(**{name: settings[name] for name in names if name in settings})
+        stops, decode, found = (self.end, *self.loaded.cfg.eos_token_id), self.loaded.tokenizer.decode, []
+        for start in range(0, len(prompts), self.batch_size):
+            *_, rows = generate(
+                self.loaded.params,
+                prompts[start : start + self.batch_size],
+                self.loaded.cfg,
+                self.loaded.engine,
+                most=most,
+                stops=stops,
+                sampling=sampling,
+                ended=lambda ids: any(one in decode(ids) for one in until),
+                first=start,
+            )
+            found += [before(decode(without_last(row.ids, stops)), until) for row in rows]
+        return found
 
     def told(self, kind: str, requests: Sequence[Instance], found: list[Any]) -> list[Any]:
         """The answers, which the harness's cache has heard of."""

@@ -138,9 +138,13 @@ def test_settings_that_cannot_be_are_refused(directory, settings, said):
         harness.GLM(path=str(directory), device="cpu", **settings)
 
 
-def test_sampling_is_refused_not_ignored(lm):
-    with pytest.raises(ValueError, match="must not be asked for"):
-        lm.generate_until(asked(("x", {"do_sample": True, "temperature": 0.7, "max_gen_toks": 2})))
+def test_sampling_is_obeyed(lm):
+    drawn = ("x", {"do_sample": True, "temperature": 3.0, "max_gen_toks": 20})
+    one, two, three = lm.generate_until(asked(drawn, drawn, ("x", {"max_gen_toks": 20})))
+    assert one != two and three not in (one, two)  # each row has draws of its own
+    assert lm.generate_until(asked(drawn, drawn)) == [one, two]
+    surest = ("x", drawn[1] | {"top_k": 1})
+    assert lm.generate_until(asked(surest)) == [three]
 
 
 def test_the_command_line_of_the_module_is_that_of_the_harness_with_our_models(lm, directory, tmp_path):
