@@ -9,7 +9,7 @@ from .typed import ConfigError
 def refuse(run: RunConfig) -> None:
     """Raise ConfigError that names every setting that cannot be run, with the equation spelled out."""
     data, optim, mesh = run.data, run.optim, run.mesh
-    problems = mesh_faults(mesh, run.model)
+    problems = [*(faults := mesh_faults(mesh, run.model))]
 
     def need(holds: bool, text: str) -> None:
         if not holds:
@@ -69,8 +69,8 @@ def refuse(run: RunConfig) -> None:
         f"data.seq-len ({data.seq_len}) must be at most the model's max_position_embeddings "
         f"({run.model.max_position_embeddings})",
     )
-    if not problems:
-        rows = mesh.data_ranks * data.micro_batch
+    rows = mesh.data_ranks * data.micro_batch
+    if problems == faults and rows > 0:
         need(
             data.global_batch % rows == 0,
             f"data.global-batch ({data.global_batch}) must be a multiple of data.micro-batch ({data.micro_batch}) x "

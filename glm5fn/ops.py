@@ -1,5 +1,7 @@
 """The small operations that every block is made of."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -8,6 +10,11 @@ from torch import Tensor
 def upcast(x: Tensor) -> Tensor:
     """At least fp32: half precisions become fp32, fp64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def apply(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """The function of these inputs; where no backward pass can follow, without what its preparation costs."""
+    return function.apply(*inputs) if torch.is_grad_enabled() else function.forward(*inputs)
 
 
 def rotation(

@@ -95,6 +95,7 @@ def test_drawn_rows_do_not_depend_on_the_batch(model, tmp_path):
     assert first["text"] == again["text"] and first["completion"] != again["completion"]
 
 
+@pytest.mark.slow
 def test_several_processes_write_the_rows_of_one(model, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))

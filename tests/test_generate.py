@@ -68,7 +68,7 @@ def test_each_row_of_a_batch_has_the_tokens_that_whole_forward_passes_give_it(na
         torch.testing.assert_close([token.logprob for token in row.tokens], logs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 4])
+@pytest.mark.parametrize("drafts", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_drafts_change_no_token_of_twenty_prompts(drafts):
     cfg, params = make()
     prompts = random_prompts([1 + n % 11 for n in range(20)])
@@ -89,7 +89,7 @@ def test_every_draft_is_what_the_depth_predicts_from_all_tokens_before_it():
         return drafts, depths
 
     with patch("glm5fn.generate.draft", noted):
-        for rows in generate(params, prompts, cfg, Engine(), most=24, drafts=3):
+        for rows in generate(params, prompts, cfg, Engine(), most=14, drafts=3):
             texts = [[*row.prompt, *row.ids] for row in rows]
             if seen:
                 drafted, counts = seen[-1]
@@ -102,7 +102,7 @@ def test_every_draft_is_what_the_depth_predicts_from_all_tokens_before_it():
             before = texts
             if any(row.finish for row in rows):
                 break
-    assert len(seen) > 10
+    assert len(seen) > 6
 
 
 @DRAFTS

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..ops import upcast
-from .dsa_select import held
+from ..ops import apply, upcast
+from .dsa_select import FEW, held
 
 # While there are at most so many times the selected keys, a chunk of queries meets all of them in one product; then
 # each query meets its own, which are gathered. A large product costs less than many small ones of fewer FLOPs.
@@ -71,7 +71,7 @@ def chunks_of(chosen: Int[Tensor, "b s g"], before: int, heads: int, dim: int) -
 
 def softmax_of(q: Float[Tensor, "n h e"], latents: Float[Tensor, "n g e"], empty: Tensor, scale: float) -> Tensor:
     scores = torch.matmul(q, latents.mT).mul_(scale)
-    return scores.masked_fill_(empty[:, None], -math.inf).softmax(-1)
+    return scores.masked_fill_(empty[..., None, :], -math.inf).softmax(-1)
 
 
 # Operators of torch's, so that compiling does not unroll the chunks. Not `custom_op`, which torch.func cannot call in a
@@ -83,6 +83,15 @@ torch.library.define("glm5fn::sparse_attention_back", f"(Tensor grad, {INPUTS}, 
 
 def attend(q: Tensor, keys: Tensor, chosen: Tensor, rank: int, scale: float) -> Tensor:
     y = q.new_empty(*q.shape[:3], rank)
+    if q.shape[1] <= FEW:
+        group = max(1, held(q.device) // (chosen[0].numel() * keys.shape[2]))
+        for row in range(0, len(q), group):
+            some = slice(row, row + group)
+            at, own = torch.arange(len(q[some]), device=q.device)[:, None, None], chosen[some].long()
+            latents = upcast(keys[some][at, own.clamp(min=0)])
+            weights = softmax_of(upcast(q[some]), latents, own < 0, scale)
+            y[some] = torch.matmul(weights, latents[..., :rank])
+        return y
     for chunk in chunks_of(chosen, keys.shape[1] - q.shape[1], *q.shape[2:]):
         latents = chunk.met(keys)
         weights = softmax_of(chunk.of(q), latents, chunk.empty, scale)
@@ -149,4 +158,4 @@ def sparse_attention(
     scale: float,
 ) -> Float[Tensor, "b s h c"]:
     """As `reference.sparse_attention`."""
-    return SparseAttention.apply(q.contiguous(), keys.contiguous(), chosen, rank, scale)
+    return apply(SparseAttention, q.contiguous(), keys, chosen, rank, scale)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..ops import upcast
 
+FEW = 8  # queries of each row, as when it gets one token more, of which many rows are worked on at once
 HELD = {"cpu": 1 << 19}  # numbers that a chunk of queries works on, by device: on a CPU as many as its cache holds
 
 
@@ -21,6 +22,18 @@ def select_in_chunks(q: Tensor, k: Tensor, weights: Tensor, segments: Tensor | N
     before = k.shape[1] - steps
     chosen = torch.full((rows, steps, min(topk, k.shape[1])), -1, dtype=torch.int32, device=q.device)
     scale = 1 / math.sqrt(heads * dim)
+    if steps <= FEW:
+        group = max(1, held(q.device) // (steps * heads * k.shape[1]))
+        for row in range(0, rows, group):
+            some = slice(row, row + group)
+            documents = None if segments is None else segments[some]
+            mask = allowed(documents, before, k.shape[1], q.device).expand(len(q[some]), -1, -1)
+            if k.shape[1] > topk:
+                scores = (upcast(q[some]).flatten(1, 2) @ upcast(k[some]).mT).relu_().unflatten(1, (steps, heads))
+                scores = (upcast(weights[some])[:, :, None] @ scores)[:, :, 0].mul_(scale)
+                mask = best(scores.masked_fill_(~mask, -math.inf), topk)
+            pack(mask.flatten(0, 1), chosen[some].flatten(0, 1))
+        return chosen
     for row in range(rows):
         wide = upcast(k[row])
         for low, high in chunks(steps, before, heads, held(q.device)):
@@ -61,14 +74,14 @@ def chunks(steps: int, before: int, width: int, most: int) -> list[tuple[int, in
     return ranges
 
 
-def allowed(documents: Int[Tensor, "t"] | None, low: int, high: int, device: torch.device) -> Bool[Tensor, "s t"]:
+def allowed(documents: Int[Tensor, "*b t"] | None, low: int, high: int, device: torch.device) -> Bool[Tensor, "*b s t"]:
     """The keys at or before each place from low to high, in its own document."""
     at = torch.arange(high, device=device)
     causal = at <= at[low:, None]
-    return causal if documents is None else causal & (documents[:high] == documents[low:high, None])
+    return causal if documents is None else causal & (documents[..., None, :high] == documents[..., low:high, None])
 
 
-def best(scores: Float[Tensor, "s t"], topk: int) -> Bool[Tensor, "s t"]:
+def best(scores: Float[Tensor, "*b t"], topk: int) -> Bool[Tensor, "*b t"]:
     """The topk highest scores of each query, at ties those of lower position; never one of -inf.
 
     The lowest score that is taken is the threshold, and of its equals as many are taken as there is room for.
@@ -78,16 +91,16 @@ def best(scores: Float[Tensor, "s t"], topk: int) -> Bool[Tensor, "s t"]:
     if (taken.count_nonzero(-1) > topk).any():
         above = scores > threshold
         level = taken & ~above
-        room = topk - above.count_nonzero(-1)[:, None]
+        room = topk - above.count_nonzero(-1)[..., None]
         taken = above | (level & (level.cumsum(-1, dtype=torch.int32) <= room) & (threshold > -math.inf))
     return taken
 
 
-def lowest_of_best(scores: Float[Tensor, "s t"], topk: int) -> Float[Tensor, "s 1"]:
+def lowest_of_best(scores: Float[Tensor, "*b t"], topk: int) -> Float[Tensor, "*b 1"]:
     """The topk-th highest score of each query. On a CPU NumPy partitions several times faster than torch.topk."""
     if scores.device.type == "cpu":
-        place = scores.shape[1] - topk
-        return torch.from_numpy(np.partition(scores.numpy(), place, axis=-1)[:, place : place + 1])
+        place = scores.shape[-1] - topk
+        return torch.from_numpy(np.partition(scores.numpy(), place, axis=-1)[..., place : place + 1])
     return scores.topk(topk, -1, sorted=False).values.amin(-1, keepdim=True)
 
 

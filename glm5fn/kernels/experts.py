@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..ops import upcast
+from ..ops import apply, upcast
 from . import reference
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -70,6 +70,8 @@ def loop_ahead(
     times = widened_product if widen else torch.mm
     total, hidden = torch.zeros_like(upcast(x)), x.new_empty(len(source), first.shape[1])
     for e, index, scale, kept in groups(counts, source, share, hidden):
+        if not len(index):
+            continue
         y, now = ahead(x.index_select(0, index), scale, first[e], second[e], times)
         kept.copy_(now)
         total.index_add_(0, index, upcast(y))  # a token is in a group once, so sums have one order
@@ -205,7 +207,7 @@ def experts(
     """As `reference.experts`."""
     aligned = x.shape[1] % 8 == 0 and down.shape[2] % 8 == 0
     grouped = aligned and x.dtype == torch.bfloat16 and x.device.type == "cuda"
-    return sort_experts(Grouped.apply if grouped else Loop.apply, x, chosen, weights, gate_up, down)
+    return sort_experts(partial(apply, Grouped if grouped else Loop), x, chosen, weights, gate_up, down)
 
 
 def widened_experts(
@@ -216,4 +218,4 @@ def widened_experts(
     down: Float[Tensor, "e d f"],
 ) -> Float[Tensor, "n d"]:
     """As `reference.experts`, for half precision on a device without units for it."""
-    return sort_experts(Loop.apply, x, chosen, weights, gate_up, down, widen=True)
+    return sort_experts(partial(apply, Loop), x, chosen, weights, gate_up, down, widen=True)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..ops import upcast
+from ..ops import apply, upcast
 from . import reference
 from .dsa_attention import sparse_attention
 from .dsa_loss import index_loss
@@ -106,17 +106,17 @@ class SwiGLU(torch.autograd.Function):
 
 def rms_norm(x: Float[Tensor, "*b d"], weight: Float[Tensor, "d"], eps: float) -> Float[Tensor, "*b d"]:
     """As `reference.rms_norm`."""
-    return RMSNorm.apply(x, weight, eps)
+    return apply(RMSNorm, x, weight, eps)
 
 
 def rope(x: Float[Tensor, "*b s h k"], cos: Tensor, sin: Tensor, interleaved: bool) -> Float[Tensor, "*b s h k"]:
     """As `reference.rope`."""
-    return Rope.apply(x, cos, sin, interleaved)
+    return apply(Rope, x, cos, sin, interleaved)
 
 
 def swiglu(gate_up: Float[Tensor, "*b 2f"]) -> Float[Tensor, "*b f"]:
     """As `reference.swiglu`."""
-    return SwiGLU.apply(gate_up)
+    return apply(SwiGLU, gate_up)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float | None) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..ops import upcast
+from ..ops import apply, upcast
 from . import portable
 from .experts import widened_experts as experts
 from .portable import index_loss, rms_norm, rope, select, sparse_attention, swiglu  # these upcast what they hold
@@ -58,7 +58,7 @@ class Linear(torch.autograd.Function):
 
 def linear(x: Float[Tensor, "*b i"], weight: Float[Tensor, "o i"], bias: Float[Tensor, "o"] | None = None) -> Tensor:
     """As `reference.linear`."""
-    return Linear.apply(x, weight, bias)
+    return apply(Linear, x, weight, bias)
 
 
 def attention(
