@@ -55,7 +55,7 @@ def open_template(tokenizer: str, path: str | None) -> Render:
         named = {"default": found} if several is None else {each.get("name"): each.get("template") for each in several}
         text, file = named.get("default"), file if path is not None else directory / "tokenizer_config.json"
         if not isinstance(text, str):
-            raise ValueError(f"{file}: has no chat template: set data.template to a Jinja file")
+            raise ValueError(f"{file}: has no chat template: name a Jinja file as the template")
     try:
         template = environment().from_string(text)
     except TemplateError as error:

@@ -5,26 +5,29 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 from tqdm import tqdm
 from tyro.conf import Positional, arg
 
 from .chat import Render, encode_question, open_template
 from .config import ModelConfig, read_json
-from .converse import Asked, Encode, converse, show, textual
+from .converse import Encode, Writer, converse, show
+from .corpora import tokenizer_for
 from .device import choose
+from .directory import refuse_file
 from .generate import Row, refuse
 from .inference import ONE, Device, Job, Precision, load_for, tokenizer_name
 from .inference import refuse as refuse_model
-from .mesh import rank, together
+from .mesh import gather, rank, together
 from .sampling import GREEDY, Sampling
-from .settings import MeshConfig
-from .sources import read_object
-from .text import BYTES, Tokenizer, open_tokenizer
+from .settings import DataConfig, MeshConfig
+from .sources import LINES, blocks, read_object, read_rows
+from .text import BYTES, Tokenizer
 from .typed import ConfigError
 
 GENERATION = "generation_config.json"
+MADE = "generated"  # what is added to a row
 
 
 def complete(
@@ -50,14 +53,14 @@ def complete(
     """Continue a text (--prompt, or FILE), answer in a chat (--chat), or do so for each row of a file (--jsonl, --out).
 
     A text ends with a token of `eos_token_id`, of the model's generation_config.json, or of its config.json if that
-    says nothing. Each row of --out is one of --jsonl with `completion`, `tokens` (how many), and `finish` (stop or
-    length); rows that it has already are not done again.
+    says nothing. Each row of --out is one of --jsonl with `generated`: its `text`, `tokens` (how many), and `finish`
+    (stop or length); rows that are there already are not done again.
 
     Args:
         file: a text to continue, or to answer with --chat
         model: a native or Hugging Face directory, or the checkpoint of a run
         prompt: a text to continue, or to answer with --chat
-        chat: go through the model's chat template; without a text, a line of the input is a message
+        chat: a text is a message, which goes through the chat template; without one, a line of the input is
         jsonl: rows with a text, or with messages (and tools) to be answered
         out: where to write the rows; what is there stays
         field: what holds the text of a row
@@ -71,9 +74,10 @@ def complete(
         device: where it runs
         mesh: the ranks that it runs on
     """
-    if sum(given is not None for given in (file, prompt, jsonl)) + (chat and not (file or prompt or jsonl)) != 1:
+    texts = sum(given is not None for given in (file, prompt, jsonl))
+    if texts > 1 or not (texts or chat):
         raise ConfigError("one of --prompt, FILE, --jsonl and --chat must be set: what is to be continued")
-    if bool(jsonl) != bool(out):
+    if (jsonl is None) != (out is None):
         raise ConfigError("--out must be set with --jsonl, and only with it: where the rows are written")
     if batch < 1:
         raise ConfigError(f"--batch ({batch}) must be at least 1")
@@ -81,27 +85,31 @@ def complete(
     refuse([], cfg, max_new_tokens, sampling, drafts)
     named = tokenizer_name(model, tokenizer)
     try:
-        text = file.read_text(encoding="utf-8") if file is not None else prompt
-        rows = [] if jsonl is None else read_rows(jsonl)
-        render = open_template(named, template) if chat or any("messages" in row for row in rows) else None
-        encode = partial(ids_of, open_tokenizer(named, None, control_tokens), render, field, control_tokens)
-        prompts = [encode_row(encode, f"{jsonl}:{number}", row) for number, row in enumerate(rows, 1)]
-        if text is not None:
-            prompts = [encode_row(encode, "the prompt", message(text) if chat else {field: text})]
+        own = tokenizer_for(DataConfig(tokenizer=named, control_tokens=control_tokens), cfg)
+        stops = stops_of(model, cfg, own)
+        rows = [] if jsonl is None else read_file(jsonl)
+        render = open_template(named, template) if chat or any("messages" in row for _, row in rows) else None
+        encode = partial(ids_of, own, render, field, chat, control_tokens)
+        given = [("the prompt", {field: prompt})] if file is None else [(str(file), {field: read_text(file)})]
+        given = rows if jsonl is not None else given if texts else []
+        prompts = [encode_row(encode, *row) for row in given]
         refuse(prompts, cfg, max_new_tokens, sampling, drafts)
-        done = 0 if out is None else written(out, rows)
+        done = 0
+        if out is not None:
+            refuse_file(out, "--out")
+            done = written(out, rows)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
 
     def work() -> None:
         loaded = load_for(model, mesh=mesh, device=kind, precision=precision, tokenizer=tokenizer, mtp=drafts > 0)
-        asked = Asked(loaded, max_new_tokens, stops_of(model, cfg, loaded.tokenizer), sampling, drafts)
+        writer = Writer(loaded, max_new_tokens, stops, sampling, drafts)
         if out is not None:
-            complete_rows(asked, rows, prompts, batch, done, out)
+            complete_rows(writer, rows, prompts, batch, gather(done)[0], out)
         elif prompts:
-            show(asked, prompts[0])
+            show(writer, prompts[0])
         else:
-            converse(asked, encode)
+            converse(writer, encode)
 
     return Job(mesh, kind, work)
 
@@ -111,23 +119,32 @@ def stops_of(path: Path, cfg: ModelConfig, tokenizer: Tokenizer) -> frozenset[in
     if tokenizer is BYTES:
         return frozenset([BYTES.end] if BYTES.end is not None else [])
     found = read_json(path / GENERATION).get("eos_token_id") if (path / GENERATION).is_file() else None
-    found = cfg.eos_token_id if found is None else (found,) if isinstance(found, int) else found
-    if not all(isinstance(end, int) and 0 <= end < cfg.vocab_size for end in found):
+    ends = cfg.eos_token_id if found is None else found if isinstance(found, list) else [found]
+    if not all(type(end) is int and 0 <= end < cfg.vocab_size for end in ends):
         raise ValueError(f"{path / GENERATION}: eos_token_id ({found}) must be ids below vocab_size ({cfg.vocab_size})")
-    return frozenset(found)
+    return frozenset(ends)
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: must be UTF-8 text ({error.reason})") from error
 
 
 def message(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]}
 
 
-def ids_of(tokenizer: Tokenizer, render: Render | None, field: str, control: bool, row: Mapping[str, Any]) -> list[int]:
+def ids_of(
+    tokenizer: Tokenizer, render: Render | None, field: str, chat: bool, control: bool, row: Mapping[str, Any]
+) -> list[int]:
     """The tokens behind which a row is to be continued. Raises ValueError for one that cannot be."""
-    if "messages" in row:
-        assert render is not None
-        return encode_question(row, tokenizer, render, control).tolist()
-    if not isinstance(row.get(field), str):
+    if "messages" not in row and not isinstance(row.get(field), str):
         raise ValueError(f"must have messages, or a text in {field!r}, has {', '.join(sorted(map(str, row)))}")
+    if "messages" in row or chat:
+        assert render is not None
+        return encode_question(row if "messages" in row else message(row[field]), tokenizer, render, control).tolist()
     return tokenizer.encode([row[field]])[0].tolist()
 
 
@@ -138,70 +155,91 @@ def encode_row(encode: Encode, name: str, row: Mapping[str, Any]) -> list[int]:
         raise ValueError(f"{name}: {error}") from error
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file. Raises ValueError that names its line for one that is none."""
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            rows.append(read_object(line))
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
+# --- files of rows ---
+
+Named = tuple[str, dict[str, Any]]  # the file and the line of a row, and the row
+
+
+def read_file(path: Path) -> list[Named]:
+    """The rows of a file. Raises ValueError that names the line of one that cannot be read, or not be written again."""
+    if not path.name.endswith(LINES):
+        raise ValueError(f"{path}: must be in one of {', '.join(LINES)}")
+    rows: list[Named] = []
+    for block in blocks(path, ""):
+        for number, line in enumerate(block.rows, block.first):
+            found, _ = read_rows(block._replace(first=number, rows=[line]), read_row, skip_bad=False)
+            rows += [(f"{path}:{number}", row) for row in found]
     if not rows:
         raise ValueError(f"{path}: is empty: must have a row")
     return rows
 
 
-def written(out: Path, rows: Sequence[Mapping[str, Any]]) -> int:
-    """How many rows stand in the file already. Raises ValueError if they are of others."""
-    if not out.exists():
-        return 0
-    lines = out.read_bytes().split(b"\n")[:-1]
+def read_row(line: bytes) -> dict[str, Any]:
+    row = read_object(line)
+    if MADE in row:
+        raise ValueError(f"the object has {MADE!r}, which is where the text is to be written: call it otherwise")
+    text_of(row)
+    return row
+
+
+def text_of(row: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the object has half a surrogate pair, must be Unicode text ({error.reason})") from error
+
+
+def written(out: Path, rows: Sequence[Named]) -> int:
+    """How many rows stand in the file already, perhaps with a part of one more. Raises ValueError for anything else."""
+    *lines, rest = out.read_bytes().split(b"\n") if out.exists() else [b""]
     for number, line in enumerate(lines):
         try:
             row = json.loads(line)
-        except ValueError:
-            row = None
-        mine = rows[number] if number < len(rows) else {}
-        if not isinstance(row, dict) or not mine or any(row.get(name) != value for name, value in mine.items()):
+            row.pop(MADE)
+            own = number < len(rows) and text_of(row) == text_of(rows[number][1])
+        except (ValueError, AttributeError, KeyError):
+            own = False
+        if not own:
             raise ValueError(f"{out}:{number + 1}: is not of a row of --jsonl: name another --out")
+    begun = text_of(rows[len(lines)][1])[:-1] if len(lines) < len(rows) else b""
+    if rest[: len(begun)] != begun[: len(rest)] or (rest and not begun):
+        raise ValueError(f"{out}:{len(lines) + 1}: is not of a row of --jsonl: name another --out")
     return len(lines)
 
 
 def complete_rows(
-    asked: Asked,
-    rows: Sequence[Mapping[str, Any]],
-    prompts: Sequence[Sequence[int]],
-    batch: int,
-    done: int,
-    out: Path,
+    writer: Writer, rows: Sequence[Named], prompts: Sequence[Sequence[int]], batch: int, done: int, out: Path
 ) -> None:
     """Write the rows that are not there yet, batch by batch."""
     with ExitStack() as stack:
         file = together(lambda: stack.enter_context(opened(out)) if rank() == 0 else None)
         bar = stack.enter_context(tqdm(total=len(rows), initial=done, unit="row", disable=None if file else True))
         for start in range(done, len(rows), batch):
-            *_, found = asked.rounds(prompts[start : start + batch], start)
-            lines = [line(row, each, asked) for row, each in zip(rows[start:], found, strict=False)]
+            *_, found = writer.rounds(prompts[start : start + batch], start)
+            lines = [line_of(row, each, writer) for (_, row), each in zip(rows[start:], found, strict=False)]
             together(lambda lines=lines: put(file, lines) if file else None)
             bar.update(len(lines))
 
 
-def opened(out: Path) -> Any:
+def opened(out: Path) -> BinaryIO:
     """The file, at the end of its last whole line."""
     out.touch()
     file = out.open("r+b")
-    whole = out.read_bytes().rpartition(b"\n")
-    file.truncate(len(whole[0]) + len(whole[1]))
+    file.truncate(out.read_bytes().rfind(b"\n") + 1)
     file.seek(0, 2)
     return file
 
 
-def put(file: Any, lines: Sequence[bytes]) -> None:
-    file.write(b"".join(lines))
-    file.flush()
+def put(file: BinaryIO, lines: Sequence[bytes]) -> None:
+    try:
+        file.write(b"".join(lines))
+        file.flush()
+    except OSError as error:
+        raise OSError(
+            f"{file.name}: cannot be written to ({error}): the same call goes on with what is there"
+        ) from error
 
 
-def line(row: Mapping[str, Any], found: Row, asked: Asked) -> bytes:
-    text = asked.loaded.tokenizer.decode(textual(found.ids, asked.stops))
-    made = {**row, "completion": text, "tokens": len(found.ids), "finish": found.finish}
-    return json.dumps(made, ensure_ascii=False).encode() + b"\n"
+def line_of(row: Mapping[str, Any], found: Row, writer: Writer) -> bytes:
+    text = writer.text_of(found)
+    return text_of({**row, MADE: {"text": text, "tokens": len(found.tokens), "finish": found.finish}}) + b"\n"

@@ -57,13 +57,10 @@ def cache_dims(cfg: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     return found | ({"index": (cfg.index_head_dim,)} if indexed else {})
 
 
-def bytes_of_token(cfg: ModelConfig, dtype: torch.dtype) -> dict[int, dict[str, int]]:
-    """The bytes that each layer keeps of a token, by its number and by what they hold."""
-    dims = {layer: cache_dims(cfg, layer) for layer in range(cfg.num_hidden_layers)}
-    return {
-        layer: {name: torch.Size(size).numel() * dtype.itemsize for name, size in found.items()}
-        for layer, found in dims.items()
-    }
+def bytes_of_token(cfg: ModelConfig, dtype: torch.dtype) -> list[dict[str, int]]:
+    """The bytes that each layer keeps of a token, by what they hold."""
+    dims = [cache_dims(cfg, layer) for layer in range(cfg.num_hidden_layers)]
+    return [{name: torch.Size(size).numel() * dtype.itemsize for name, size in found.items()} for found in dims]
 
 
 def init_cache(

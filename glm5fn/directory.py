@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 SUBDIRECTORIES = ("additional_chat_templates", "arrays")  # what a model's directory, or a checkpoint, may have
 
@@ -100,3 +101,13 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def refuse_file(path: Path, flag: str) -> None:
+    """Raise ValueError, before any work, for the place of a file that cannot be written to."""
+    try:
+        if path.is_dir():
+            raise OSError("it is a directory")
+        TemporaryDirectory(dir=path.parent).cleanup()
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: cannot be written to ({error}): name another place") from error

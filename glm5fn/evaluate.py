@@ -4,13 +4,13 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
 from . import mmlu, perplexity
 from .device import choose
+from .directory import refuse_file
 from .inference import ONE, Device, Job, Precision, load_for, refuse, tokenizer_name
 from .mesh import rank, together
 from .perplexity import Packing
@@ -86,7 +86,8 @@ def evaluate(
         else:
             mmlu.refuse(path, shots)
             measure = partial(mmlu.measure, path=path, shots=shots, batch=batch)
-        refuse_out(out)
+        if out is not None:
+            refuse_file(out, "--out")
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
 
@@ -97,18 +98,6 @@ def evaluate(
         together(lambda: report(table, figures, out) if rank() == 0 else None)
 
     return Job(mesh, kind, work)
-
-
-def refuse_out(out: Path | None) -> None:
-    """Refuse, before any work, a place that cannot be written to."""
-    if out is None:
-        return
-    try:
-        if out.is_dir():
-            raise OSError("it is a directory")
-        TemporaryDirectory(dir=out.parent).cleanup()
-    except OSError as error:
-        raise ValueError(f"--out {out}: cannot be written to ({error}): name another place") from error
 
 
 def report(table: str, figures: Mapping[str, Any], out: Path | None) -> None:

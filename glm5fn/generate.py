@@ -1,9 +1,11 @@
 """Continuations of prompts, token by token or by drafts that are verified, in one batch of rows."""
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from .block import Params
 from .config import ModelConfig
 from .decode import Cache, advance, init_cache, logits_of, prefill, trim
+from .mesh import RunError
 from .model import Engine, outer_specs
 from .ops import upcast
 from .sampling import GREEDY, Sampling, distribution, draw, verified
@@ -67,22 +70,33 @@ def generate(
     a row for another reason; all ranks must be of one mind. share: which data rank this is, and of how many: all are
     given all prompts, compute their part, and yield the same. first: the number of the first row for `Sampling.draws`.
 
-    A row has the tokens that it would have alone. Raises ConfigError for prompts and settings that cannot be served.
+    A row has the tokens that it would have alone. Raises ConfigError for prompts and settings that cannot be served,
+    and RunError, on all ranks, for logits that are not finite.
     """
     refuse(prompts, cfg, most, sampling, drafts)
     rows, (rank, ranks) = [Row(prompt) for prompt in prompts], share
     draws = [sampling.draws(first + number) for number in range(len(rows))]
     numbers = list(range(rank, len(rows), ranks))
     alone = Row([0]), sampling.draws(0)  # what a rank without rows computes, to take part in all exchanges
-    state = None
+    state, new = None, dict[int, list[Token]]()
+    device = engine.fetch(params, outer_specs(cfg), "norm").device
+
+    def agree(found: Found) -> Found:
+        """What all ranks found, from here on of this rank's rows too."""
+        nonlocal new
+        new = everywhere(dict(zip(numbers, found, strict=False)), len(rows), drafts + 1, engine, device)
+        return [new[n] for n in numbers] or found
+
     while not all(row.finish for row in rows):
         batch = [(rows[n], draws[n]) for n in numbers] or [alone]
         if state is None:
-            width = max((len(row.prompt) for row in rows), default=1)
-            found, state = begin(params, batch, width, cfg, engine, sampling, most, drafts)
+            lengths = [len(row.prompt) for row in rows]
+            room = max(lengths) + min(most, cfg.max_position_embeddings - min(lengths)) + drafts
+            state = begin(params, batch, max(lengths), room, cfg, engine, sampling, drafts, agree)
         else:
-            found, state = further(params, batch, state, cfg, engine, sampling)
-        new = everywhere(dict(zip(numbers, found, strict=False)), len(rows), drafts + 1, state.known, engine)
+            state = further(params, batch, state, cfg, engine, sampling, agree)
+        if any(math.isnan(token.logprob) for tokens in new.values() for token in tokens):
+            raise RunError("the model's logits are not finite: are its weights?")
         record(rows, new, most, stops, ended, cfg)
         yield rows
         going = [at for at, n in enumerate(numbers) if not rows[n].finish]
@@ -133,22 +147,25 @@ def record(
 
 
 def everywhere(
-    new: Mapping[int, Sequence[Token]], rows: int, longest: int, like: Tensor, engine: Engine
+    new: Mapping[int, Sequence[Token]], rows: int, longest: int, engine: Engine, device: torch.device
 ) -> dict[int, list[Token]]:
     """What all ranks found, on all of them; of ranks that share rows the first one's counts."""
-    ids = like.new_zeros(rows, longest)
-    logs = torch.zeros(rows, longest, device=like.device)
+    ids = torch.zeros(rows, longest, dtype=torch.long)
+    logs = torch.zeros(rows, longest)
     for number, tokens in new.items() if engine.comm.first else ():
-        ids[number, : len(tokens)] = ids.new_tensor([token.id + 1 for token in tokens])  # 0 is none
-        logs[number, : len(tokens)] = logs.new_tensor([token.logprob for token in tokens])
-    found = zip(engine.comm.sum(ids).tolist(), engine.comm.sum(logs).tolist(), strict=True)
+        ids[number, : len(tokens)] = torch.tensor([token.id + 1 for token in tokens])  # 0 is none
+        logs[number, : len(tokens)] = torch.tensor([token.logprob for token in tokens])
+    sums = (engine.comm.sum(part.to(device)).tolist() for part in (ids, logs))
+    found = zip(*sums, strict=True)
     parts = [[Token(id - 1, log) for id, log in zip(*row, strict=True) if id] for row in found]
     return {number: tokens for number, tokens in enumerate(parts) if tokens}
 
 
 # --- the rounds of the rows that one rank computes ---
 
-Rows = Sequence[tuple[Row, torch.Generator]]
+Rows = Sequence[tuple[Row, np.random.Generator]]
+Found = list[list[Token]]  # the new tokens of each row
+Agree = Callable[[Found], Found]  # what a rank found -> what all go on with
 
 
 class State(NamedTuple):
@@ -174,15 +191,16 @@ def begin(
     params: Params,
     batch: Rows,
     width: int,
+    room: int,
     cfg: ModelConfig,
     engine: Engine,
     sampling: Sampling,
-    most: int,
     drafts: int,
-) -> tuple[list[list[Token]], State]:
+    agree: Agree,
+) -> State:
     """The first token of each row, whose prompts stand at the right of so many places."""
     norm = engine.fetch(params, outer_specs(cfg), "norm")
-    room = width + engine.comm.parts + most + drafts
+    room += engine.comm.parts
     cache = init_cache(cfg, len(batch), room, norm.dtype, norm.device)
     tokens = torch.zeros(len(batch), width, dtype=torch.long)
     real = torch.zeros(len(batch), width, dtype=torch.bool)
@@ -193,14 +211,14 @@ def begin(
     x, cache = prefill(params, tokens, cache, cfg, engine, mask, every=drafts > 0)
     depths = init_depths(cfg, drafts, len(batch), room, norm) if drafts else None
     logits = logits_of(params, x[:, -1:], cfg, engine)
-    found = [chosen(logits[at], [], [], row, draws, sampling) for at, (row, draws) in enumerate(batch)]
+    found = agree([chosen(logits[at], [], [], row, draws, sampling) for at, (row, draws) in enumerate(batch)])
     ids = tokens.new_tensor([[token.id for token in new] for new in found])
-    return found, State(cache, depths, x, torch.cat((tokens, ids), 1)[:, 1:], mask)
+    return State(cache, depths, x, torch.cat((tokens, ids), 1)[:, 1:], mask)
 
 
 def further(
-    params: Params, batch: Rows, state: State, cfg: ModelConfig, engine: Engine, sampling: Sampling
-) -> tuple[list[list[Token]], State]:
+    params: Params, batch: Rows, state: State, cfg: ModelConfig, engine: Engine, sampling: Sampling, agree: Agree
+) -> State:
     """The next tokens of each row: those that were drafted and are what the model itself would say, and one more."""
     proposed: list[list[Tensor]] = [[] for _ in batch]
     drafted: list[list[int]] = [[] for _ in batch]
@@ -218,16 +236,16 @@ def further(
         tokens = torch.cat((tokens, drafts), 1)
     x, cache = advance(params, tokens, state.cache, cfg, engine)
     logits = logits_of(params, x, cfg, engine)
-    found = [
-        chosen(logits[at], drafted[at], proposed[at], row, draws, sampling) for at, (row, draws) in enumerate(batch)
-    ]
+    found = agree(
+        [chosen(logits[at], drafted[at], proposed[at], row, draws, sampling) for at, (row, draws) in enumerate(batch)]
+    )
     counts = tokens.new_tensor([len(new) for new in found])
     longest = int(counts.max())
     places = torch.arange(longest, device=counts.device) - (longest - counts)[:, None]  # below 0 where there is none
     x = x.gather(1, places.clamp(min=0)[..., None].expand(-1, -1, x.shape[-1]))
     known = tokens.new_tensor([[0] * (longest - len(new)) + [token.id for token in new] for new in found])
     mask = None if bool((counts == longest).all()) else places >= 0
-    return found, State(trim(cache, tokens.shape[1] - counts), depths, x, known, mask)
+    return State(trim(cache, tokens.shape[1] - counts), depths, x, known, mask)
 
 
 def chosen(
@@ -235,7 +253,7 @@ def chosen(
     drafted: Sequence[int],
     proposed: Sequence[Tensor],
     row: Row,
-    draws: torch.Generator,
+    draws: np.random.Generator,
     sampling: Sampling,
 ) -> list[Token]:
     """The drafts of a row that are kept, and one token more."""

@@ -24,6 +24,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from .converse import textual
 from .generate import generate
 from .inference import Device, Precision, load_for
 from .sampling import Sampling
@@ -128,10 +129,10 @@ class GLM(LM):
                 most=most,
                 stops=stops,
                 sampling=sampling,
-                ended=lambda ids: any(one in decode(ids) for one in until),
+                ended=lambda ids: any(one in text for text in [decode(ids)] for one in until),
                 first=start,
             )
-            found += [before(decode(without_last(row.ids, stops)), until) for row in rows]
+            found += [before(decode(textual(row.ids, stops)), until) for row in rows]
         return found
 
     def told(self, kind: str, requests: Sequence[Instance], found: list[Any]) -> list[Any]:
@@ -139,10 +140,6 @@ class GLM(LM):
         for request, answer in zip(requests, found, strict=True):
             self.cache_hook.add_partial(kind, request.args, answer)
         return found
-
-
-def without_last(answer: Sequence[int], stops: Sequence[int]) -> Sequence[int]:
-    return answer[:-1] if answer and answer[-1] in stops else answer
 
 
 def before(text: str, until: Sequence[str]) -> str:

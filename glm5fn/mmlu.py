@@ -97,6 +97,10 @@ def prompt_of(
     for dropped in range(len(examples) + 1):
         text = prompt_text(question, examples[dropped:])
         pairs = encode_pair(encode, text, *(f" {letter}" for letter in LETTERS))
+        if any(not len(continuation) for _, continuation in pairs):
+            raise ValueError(
+                f"{question.place}: the tokenizer joins a letter to what stands before it: use another one"
+            )
         longest = max(len(context) + len(continuation) - 1 for context, continuation in pairs)
         if longest <= limit:
             return Prompt(pairs, dropped)
@@ -124,9 +128,14 @@ def asked_text(question: Question) -> str:
 
 def files_of(path: Path, split: str) -> list[Path]:
     """A split's files: SPLIT/SUBJECT_SPLIT.csv, or SPLIT.jsonl, or .jsonl files in the directory SPLIT."""
-    inside = [*sorted((path / split).glob(f"*_{split}.csv")), *(path / f"{split}{end}" for end in LINES)]
-    inside += sorted(file for end in LINES for file in (path / split).glob(f"*{end}"))
-    return [file for file in inside if file.is_file()]
+    layouts = [sorted((path / split).glob(f"*_{split}.csv"))]
+    layouts += [[file] for end in LINES if (file := path / f"{split}{end}").is_file()]
+    layouts += [sorted((path / split).glob(f"*{end}")) for end in LINES]
+    found = [files for files in layouts if files]
+    if len(found) > 1:
+        named = ", ".join(str(files[0]) for files in found)
+        raise ValueError(f"{path}: has questions for {split} more than once, in {named}: keep one of them")
+    return found[0] if found else []
 
 
 def refuse(path: Path, shots: int) -> None:

@@ -34,7 +34,7 @@ def refuse(cfg: DataConfig, model: corpora.Vocabulary) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Documents:
+class Texts:
     """The documents of one path. bytes: of their text, None where only tokens are known."""
 
     name: str
@@ -44,7 +44,7 @@ class Documents:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """tokens: those that were predicted. nll: nats a token. bytes: see `Documents`."""
+    """tokens: those that were predicted. nll: nats a token. bytes: see `Texts`."""
 
     documents: int
     tokens: int
@@ -96,7 +96,7 @@ def measure(loaded: Loaded, cfg: DataConfig, packing: Packing, batch: int) -> tu
     return table(named | {"all": whole} if len(named) > 1 else named), record
 
 
-def open_documents(path: Path, cfg: DataConfig, loaded: Loaded) -> Documents:
+def open_documents(path: Path, cfg: DataConfig, loaded: Loaded) -> Texts:
     """Raises ValueError, naming file and line, for what cannot be read, and for ids that the model does not have."""
     if corpora.is_shards(path):
         found, said = corpora.open_corpora(path, cfg, loaded.cfg)
@@ -113,7 +113,7 @@ def open_documents(path: Path, cfg: DataConfig, loaded: Loaded) -> Documents:
         raise ValueError(f"{path}: has no document of at least two tokens")
     for notice in said if rank() == 0 else ():
         tell(notice)
-    return Documents(name=str(path), corpora=found, bytes=size)
+    return Texts(name=str(path), corpora=found, bytes=size)
 
 
 def counting(tokenizer: Tokenizer) -> tuple[Tokenizer, list[int]]:
@@ -135,7 +135,7 @@ def windows_of(corpus: Corpus, seq_len: int, packing: Packing) -> Packed:
     return Packed(corpus, seq_len, starts, sizes, np.arange(len(starts) + 1))
 
 
-def figures(text: Documents, tokens: int, nats: float) -> Figures:
+def figures(text: Texts, tokens: int, nats: float) -> Figures:
     documents = sum(len(corpus.begins) - 1 for corpus in text.corpora)
     return Figures(documents=documents, tokens=tokens, bytes=text.bytes, nll=nats / tokens)
 

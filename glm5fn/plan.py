@@ -42,7 +42,7 @@ def model(run: RunConfig) -> list[tuple[str, str]]:
 
 def kept(cfg: ModelConfig, dtype: torch.dtype) -> str:
     """What decoding keeps of a token, by what it is."""
-    layers = bytes_of_token(cfg, dtype).values()
+    layers = bytes_of_token(cfg, dtype)
     sizes = {name: n for layer in layers for name, n in layer.items()}
     parts = [f"{name} {n:,} B in {sum(name in layer for layer in layers)} layers" for name, n in sizes.items()]
     return f"{human(sum(sum(layer.values()) for layer in layers), 'B', 1024)} when it generates: {', '.join(parts)}"

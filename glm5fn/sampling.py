@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from .ops import upcast
@@ -26,7 +26,7 @@ class Sampling:
     def refuse(self) -> None:
         """Raise ConfigError for what cannot be drawn from."""
         for name, fine, what in (
-            ("repetition-penalty", self.repetition_penalty > 0, "above 0"),
+            ("repetition-penalty", 0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100"),
             ("temperature", 0 <= self.temperature < math.inf, "at least 0"),
             ("top-k", self.top_k >= 0, "at least 0"),
             ("top-p", 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -35,12 +35,13 @@ class Sampling:
             if not fine:
                 raise ConfigError(f"--{name} ({getattr(self, name.replace('-', '_'))}) must be {what}")
 
-    def draws(self, row: int) -> torch.Generator:
+    def draws(self, row: int) -> np.random.Generator:
         """The source of a row's draws."""
-        return torch.Generator().manual_seed(int(np.random.SeedSequence((self.seed, row)).generate_state(1)[0]))
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, row))))
 
 
 GREEDY = Sampling()
+SOME = 1024  # of the likeliest tokens, which mostly have enough probability together
 
 
 def distribution(logits: Float[Tensor, "v"], sampling: Sampling, there: Sequence[int]) -> Float[Tensor, "v"]:
@@ -55,25 +56,35 @@ def distribution(logits: Float[Tensor, "v"], sampling: Sampling, there: Sequence
         logits[index] = torch.where(seen > 0, seen / sampling.repetition_penalty, seen * sampling.repetition_penalty)
     if not sampling.temperature:
         return torch.zeros_like(logits).index_fill(0, logits.argmax(), 1.0)
-    logits = logits / sampling.temperature
+    logits = (logits - logits.max()) / sampling.temperature
     if 0 < sampling.top_k < len(logits):
-        kept = logits.argsort(descending=True, stable=True)[: sampling.top_k]
+        kept = highest(logits, sampling.top_k)[: sampling.top_k]
         logits = torch.full_like(logits, -math.inf).index_copy(0, kept, logits[kept])
     shares = logits.softmax(-1)
     if sampling.top_p < 1:
-        order = shares.argsort(descending=True, stable=True)
+        order = highest(shares, SOME)
+        if shares[order].sum() < sampling.top_p:
+            order = highest(shares, len(shares))
         before = shares[order].cumsum(0) - shares[order]
-        shares = shares.index_fill(0, order[before >= sampling.top_p], 0.0)
+        kept = order[before < sampling.top_p]
+        shares = torch.zeros_like(shares).index_copy(0, kept, shares[kept])
     return shares / shares.sum()
 
 
-def draw(shares: Float[Tensor, "v"], draws: torch.Generator) -> int:
+def highest(values: Float[Tensor, "v"], count: int) -> Int[Tensor, "n"]:
+    """Where the highest values stand, the first of equals first: so many, and those that equal the last of them."""
+    lowest = values.topk(min(count, len(values)), sorted=True).values[-1]
+    kept = (values >= lowest).nonzero()[:, 0]
+    return kept[values[kept].argsort(descending=True, stable=True)]
+
+
+def draw(shares: Float[Tensor, "v"], draws: np.random.Generator) -> int:
     """One token. A certain one takes no draw."""
     likeliest = int(shares.argmax())
     if shares[likeliest] == 1:
         return likeliest
     sums = shares.cumsum(0)
-    at = torch.rand((), generator=draws, dtype=torch.float64) * sums[-1]
+    at = draws.random() * sums[-1]
     return min(int(torch.searchsorted(sums, at, right=True)), int(shares.nonzero()[-1]))
 
 
@@ -81,7 +92,7 @@ def verified(
     drafts: Sequence[int],
     proposed: Sequence[Float[Tensor, "v"]],
     wanted: Iterator[Float[Tensor, "v"]],
-    draws: torch.Generator,
+    draws: np.random.Generator,
 ) -> list[int]:
     """The drafts that are kept, and one token more (speculative sampling, Leviathan et al., arXiv 2211.17192).
 
@@ -93,7 +104,7 @@ def verified(
     for draft, q in zip(drafts, proposed, strict=True):
         p = next(wanted)
         ratio = float(p[draft] / q[draft])
-        if ratio < 1 and float(torch.rand((), generator=draws, dtype=torch.float64)) >= ratio:
+        if ratio < 1 and draws.random() >= ratio:
             left = (p - q).clamp(min=0)
             return [*found, draw(left / left.sum(), draws)]
         found.append(draft)

@@ -134,7 +134,9 @@ def parquet_blocks(path: Path, field: str) -> Iterator[Block]:
         with parquet.ParquetFile(path) as file:
             total, count = path.stat().st_size, file.metadata.num_rows
             if field not in file.schema_arrow.names:
-                raise ValueError(f"has no column {field!r}, has {', '.join(file.schema_arrow.names)}: set data.field")
+                raise ValueError(
+                    f"has no column {field!r}, has {', '.join(file.schema_arrow.names)}: name another field"
+                )
             first = 1
             for batch in file.iter_batches(batch_size=256, columns=[field]):
                 rows = texts_of(batch.column(0))
@@ -224,7 +226,7 @@ def read_object(line: bytes) -> dict[str, Any]:
 
 def text_of(row: dict[str, Any], field: str) -> str:
     if field not in row:
-        raise ValueError(f"the object has no {field!r}: must have one, or set data.field to one of {sorted(row)[:9]}")
+        raise ValueError(f"the object has no {field!r}: must have one, or the field must be one of {sorted(row)[:9]}")
     return checked(row[field], field)
 
 

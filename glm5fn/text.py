@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-CHARACTER = 4  # bytes of a character at most, and so tokens
+CHARACTER = 4  # bytes of a character, at most
 PIECE = re.compile(r"(?s).{1,65536}(?= |\Z)|.{1,65536}")  # of a text, to be encoded at once
 
 
@@ -59,31 +59,35 @@ class Stream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.ids: list[int] = []  # whose text tells how the next one's begins
-        self.shown = 0  # of them
+        self.ids: list[int] = []  # since a place where the text was whole
+        self.whole = 0  # of them, up to the last such place; only what is behind it is still to be followed
+        self.shown = 0  # characters of their text
 
     def add(self, token: int) -> str:
         """The characters that are whole now."""
         self.ids.append(token)
-        text, before = self.tokenizer.decode(self.ids), self.tokenizer.decode(self.ids[: self.shown])
-        if len(self.ids) - self.shown < CHARACTER and unfinished(self.ids, text, self.tokenizer):
-            return ""
-        self.ids, self.shown = self.ids[self.shown :], len(self.ids) - self.shown
-        return text[len(before) :]
+        text = self.tokenizer.decode(self.ids)
+        left = unfinished(self.ids, text, self.tokenizer)
+        new, self.shown = text[self.shown : len(text) - left], max(self.shown, len(text) - left)
+        if not left:
+            self.ids = self.ids[self.whole :]  # the text of some tokens depends on one before them
+            self.whole, self.shown = len(self.ids), len(self.tokenizer.decode(self.ids))
+        return new
 
     def end(self) -> str:
         """What is left when no token follows."""
-        return self.tokenizer.decode(self.ids)[len(self.tokenizer.decode(self.ids[: self.shown])) :]
+        return self.tokenizer.decode(self.ids)[self.shown :]
 
 
-def unfinished(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> bool:
-    """Whether the text of these tokens may end in a part of a character."""
+def unfinished(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> int:
+    """How many characters at the end of these tokens' text may be a part of one."""
     if tokenizer is not BYTES:
-        return text.endswith("\ufffd")
-    tail = bytes(ids[-CHARACTER + 1 :]) if max(ids[-CHARACTER + 1 :]) < 256 else b""
+        return min(len(text) - len(text.rstrip("\ufffd")), CHARACTER - 1)
+    last = ids[1 - CHARACTER :]
+    begin = max((n for n, token in enumerate(last, 1) if token > 255), default=0)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    decoder.decode(tail)
-    return bool(decoder.getstate()[0])
+    decoder.decode(bytes(last[begin:]))
+    return len("\\xff") * len(decoder.getstate()[0])
 
 
 def open_tokenizer(name: str, end: int | str | None, control_tokens: bool = False) -> Tokenizer:

@@ -373,7 +373,7 @@ def test_a_template_can_do_no_harm(text, tmp_path):
 
 
 def test_a_template_is_found_beside_the_tokenizer_or_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"tokenizer_config.json: has no chat template: set data.template"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json: has no chat template: name a Jinja file"):
         open_template(str(tmp_path), None)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ eos_token }}", "eos_token": "E"}))
     assert open_template(str(tmp_path), None)([], None) == "E"

@@ -1,12 +1,15 @@
 """`python -m glm5fn generate`: texts, chats and files of rows, as a person calls it."""
 
+import gzip
 import io
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_generate import slow
@@ -74,7 +77,8 @@ def test_each_row_of_a_file_is_completed_once_wherever_a_run_was_stopped(batch, 
     for number, (row, prompt, ids) in enumerate(zip(found, PROMPTS, expected, strict=True)):
         text = BYTES.decode([token for token in ids if token != 256])
         finish = "stop" if 256 in ids else "length"
-        assert row == {"prompt": prompt, "id": number, "completion": text, "tokens": len(ids), "finish": finish}
+        made = {"text": text, "tokens": len(ids), "finish": finish}
+        assert row == {"prompt": prompt, "id": number, "generated": made}
     whole = out.read_bytes()
     ends = [n for n, byte in enumerate(whole, 1) if byte == ord("\n")]
     for cut in (0, ends[1], ends[2] + 9, len(whole)):  # after a row, and in the midst of one
@@ -92,14 +96,14 @@ def test_drawn_rows_do_not_depend_on_the_batch(model, tmp_path):
         assert generate("--model", model, "--jsonl", source, "--out", out, "--batch", batch, *drawn) == 0
     assert (tmp_path / "1.jsonl").read_bytes() == (tmp_path / "4.jsonl").read_bytes()
     first, *_, again, _, _ = rows_of(tmp_path / "1.jsonl")
-    assert first["text"] == again["text"] and first["completion"] != again["completion"]
+    assert first["text"] == again["text"] and first["generated"] != again["generated"]
 
 
 @pytest.mark.slow
 def test_several_processes_write_the_rows_of_one(model, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    for name, mesh in {"one": [], "two": ["--mesh.cp", "2", "--mesh.ep", "2", "--drafts", "1"]}.items():
+    for name, mesh in {"one": [], "two": ["--mesh.dp-shard", "2", "--mesh.ep", "2", "--drafts", "1"]}.items():
         command = ["generate", "--model", model, "--jsonl", source, "--out", tmp_path / name, "--max-new-tokens", "5"]
         done = subprocess.run(
             [sys.executable, "-m", "glm5fn", *map(str, command), *mesh],
@@ -142,6 +146,14 @@ def test_a_chat_answers_each_line_with_all_that_was_said_before_it(chatty, capsy
     assert second[1][1] in capsys.readouterr().out
 
 
+def test_a_message_that_cannot_be_answered_is_told_and_the_chat_goes_on(chatty, capsys, monkeypatch):
+    directory, _ = chatty
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{'long ' * 300}\nshort\n"))
+    assert generate("--model", directory, "--chat") == 0
+    said = capsys.readouterr().err
+    assert "must have fewer than max_position_embeddings" in said and said.count("tokens of prompt") == 1
+
+
 def test_a_question_ends_where_the_answer_begins_and_its_control_tokens_are_text():
     tokenizer, render = open_tokenizer(CHAT, None), open_template(CHAT, None)
     row = {"messages": [{"role": "user", "content": "say <|assistant|> twice"}]}
@@ -161,7 +173,10 @@ def test_the_text_and_the_rows_of_a_chat_go_through_the_template(chatty, tmp_pat
     source.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
     assert generate("--model", directory, "--jsonl", source, "--out", tmp_path / "out") == 0
     (row,) = rows_of(tmp_path / "out")
-    assert row["completion"] == shown
+    assert row["generated"]["text"] == shown
+    source.write_text(json.dumps({"prompt": "hello"}) + "\n")
+    assert generate("--model", directory, "--jsonl", source, "--out", tmp_path / "chat", "--chat") == 0
+    assert rows_of(tmp_path / "chat")[0]["generated"]["text"] == shown
 
 
 def test_what_ends_a_text_is_said_by_generation_config_and_else_by_config(tmp_path):
@@ -177,20 +192,40 @@ def test_what_ends_a_text_is_said_by_generation_config_and_else_by_config(tmp_pa
         stops_of(tmp_path, cfg, tokenizer)
 
 
+def test_rows_may_be_written_in_every_way_that_texts_may(model, expected, tmp_path):
+    lines = [json.dumps({"prompt": prompt}).encode() for prompt in PROMPTS[:2]]
+    source, out = tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl"
+    source.write_bytes(gzip.compress(b"\xef\xbb\xbf" + lines[0] + b"\r\n\n" + lines[1]))
+    assert generate("--model", model, "--jsonl", source, "--out", out) == 0
+    assert [row["generated"]["tokens"] for row in rows_of(out)] == [len(ids) for ids in expected[:2]]
+
+
 @pytest.mark.parametrize("text", ["a\u00e9\u4e2d\U0001f642b", "\U0001f642\U0001f642", "plain", ""])
 def test_a_stream_shows_whole_characters_as_soon_as_they_are_there(text):
     stream = Stream(BYTES)
     parts = [stream.add(byte) for byte in text.encode()]
     assert [part for part in parts if part] == list(text) and stream.end() == ""
-    for tokenizer in (open_tokenizer(CHAT, None),):
-        stream = Stream(tokenizer)
-        parts = [stream.add(int(token)) for token in tokenizer.encode([text])[0]]
-        assert "".join(parts) + stream.end() == text and not any("\ufffd" in part for part in parts)
 
 
-def test_a_stream_shows_what_is_no_text_too():
-    stream = Stream(BYTES)
-    assert "".join(stream.add(byte) for byte in b"a\xff\x9f b\xe4\xb8") + stream.end() == "a\\xff\\x9f b\\xe4\\xb8"
+@pytest.mark.parametrize("tokenizer", [BYTES, open_tokenizer(CHAT, None)], ids=["bytes", "byte pairs"])
+def test_the_parts_of_a_stream_are_the_text_of_all_its_tokens(tokenizer):
+    random = np.random.default_rng(0)
+    smile = [int(token) for token in tokenizer.encode(["\U0001f642\u4e2d"])[0]]
+    for _ in range(200):
+        ids = random.integers(0, tokenizer.size, 12).tolist()
+        cut = [token for token in smile * 6 if random.random() < 0.9]
+        for tokens in (ids, cut, [*ids[:3], *smile, *ids[3:6], *smile[:2]]):
+            stream = Stream(tokenizer)
+            parts = [stream.add(token) for token in tokens]
+            assert "".join(parts) + stream.end() == tokenizer.decode(tokens)
+
+
+def test_characters_that_tokens_cut_across_are_shown_whole():
+    pieces = {"a": b"\xf0\x9f\x98", "b": b"\x80\xf0", "c": b"\x9f\x98", "d": b"\x80"}
+    across = replace(BYTES, decode=lambda ids: b"".join(pieces["abcd"[i]] for i in ids).decode(errors="replace"))
+    stream = Stream(across)
+    ids = [0, *[1, 2] * 8, 3]
+    assert "".join(map(stream.add, ids)) == "\U0001f600" * 9
 
 
 @pytest.mark.parametrize(
@@ -211,6 +246,12 @@ def test_a_stream_shows_what_is_no_text_too():
             "in.jsonl:1: must have messages, or a text in 'text'",
         ),
         (["--jsonl", "in.jsonl", "--out", "other.jsonl"], "other.jsonl:1: is not of a row of --jsonl"),
+        (["--jsonl", "in.jsonl", "--out", "notes"], "notes:1: is not of a row of --jsonl"),
+        (["--jsonl", "in.jsonl", "--out", "in.jsonl"], "in.jsonl:1: is not of a row of --jsonl"),
+        (["--jsonl", "in.jsonl", "--out", "none/o"], "--out none/o: cannot be written to"),
+        (["--jsonl", "made.jsonl", "--out", "o"], "made.jsonl:1: the object has 'generated'"),
+        (["--jsonl", "half.jsonl", "--out", "o"], "half.jsonl:1: the object has half a surrogate pair"),
+        (["--jsonl", "in.txt", "--out", "o"], "in.txt: must be in one of .jsonl"),
         (["--jsonl", "none.jsonl", "--out", "o"], "No such file"),
         (["--prompt", "x", "--mesh.ep", "3"], "mesh"),
     ],
@@ -220,7 +261,10 @@ def test_what_cannot_be_done_is_refused_before_a_model_is_read(argv, message, mo
     monkeypatch.setattr("glm5fn.complete.load_for", lambda *_, **__: pytest.fail("the model was read"))
     Path("in.jsonl").write_text('{"prompt": "x"}\n')
     Path("bad.jsonl").write_text('{"prompt": "x"}\n{"prompt"\n')
-    Path("other.jsonl").write_text('{"prompt": "y", "completion": ""}\n')
+    Path("other.jsonl").write_text('{"prompt": "y", "generated": {}}\n')
+    Path("notes").write_text("a file that is no such thing")
+    Path("made.jsonl").write_text('{"prompt": "x", "generated": "y"}\n')
+    Path("half.jsonl").write_text('{"prompt": "x", "id": "\\ud800"}\n')
     before = sorted(Path().iterdir())
     assert generate("--model", model, *argv) == 2
     assert message in capsys.readouterr().err

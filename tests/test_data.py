@@ -88,7 +88,7 @@ def test_however_the_lines_are_written_the_tokens_are_the_same(tmp_path, lines, 
         (b'{"text": null}', "'text' is of type NoneType, must be a string"),
         (b'{"text": 12}', "'text' is of type int, must be a string"),
         (b'{"text": NaN}', "'text' is of type float, must be a string"),
-        (b'{"body": "abc", "id": 1}', "has no 'text': must have one, or set data.field to one of ['body', 'id']"),
+        (b'{"body": "abc", "id": 1}', "has no 'text': must have one, or the field must be one of ['body', 'id']"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -108,8 +108,11 @@ def test_packed_or_not_in_any_batches_the_loss_is_that_of_each_piece_alone(place
     assert found["nll"] == pytest.approx(nats / count, rel=1e-6)
 
 
-@pytest.mark.parametrize(("batch", "packing"), [(1, "best-fit"), (2, "none"), (7, "best-fit")])
-@pytest.mark.parametrize("grid", GRIDS.values(), ids=[*GRIDS])
+CELLS = [("shard 2", 1, "best-fit"), ("replicate 2", 2, "none"), ("ep 2", 7, "best-fit")]
+CELLS += [("cp 2", 7, "best-fit"), ("cp 2", 1, "none"), ("cp 2, contiguous", 2, "best-fit")]
+
+
+@pytest.mark.parametrize(("grid", "batch", "packing"), [(GRIDS[name], *how) for name, *how in CELLS])
 def test_two_ranks_give_the_loss_of_one(place, pools, grid, batch, packing):
     paths = place / "texts.jsonl", place / "more.txt"
     one, other = pools(2)(measured, place / "glm5", paths, batch, packing, grid)
@@ -257,6 +260,7 @@ def test_what_one_rank_cannot_read_ends_all_of_them(place, pools):
     }
 
 
+@pytest.mark.slow
 def test_the_command_starts_the_processes_of_its_mesh_which_give_the_figures_of_one(place, run, tmp_path):
     argv = ["--model", place / "experts", "--data", place / "texts.jsonl", "--device", "cpu", "--batch", "2"]
     assert run(*argv, "--out", "one.json")[0] == 0

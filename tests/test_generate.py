@@ -2,6 +2,7 @@
 
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from test_layouts import FURTHER, GRIDS, grid_of
@@ -68,7 +69,7 @@ def test_each_row_of_a_batch_has_the_tokens_that_whole_forward_passes_give_it(na
         torch.testing.assert_close([token.logprob for token in row.tokens], logs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("drafts", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("drafts", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4])
 def test_drafts_change_no_token_of_twenty_prompts(drafts):
     cfg, params = make()
     prompts = random_prompts([1 + n % 11 for n in range(20)])
@@ -145,7 +146,8 @@ def test_a_reason_of_the_callers_ends_a_row():
         ([[1]], {"sampling": Sampling(temperature=-1.0)}, "temperature"),
         ([[1]], {"sampling": Sampling(top_p=0.0)}, "top-p"),
         ([[1]], {"sampling": Sampling(top_k=-1)}, "top-k"),
-        ([[1]], {"sampling": Sampling(repetition_penalty=0.0)}, "repetition-penalty"),
+        ([[1]], {"sampling": Sampling(repetition_penalty=1e-320)}, "repetition-penalty"),
+        ([[1]], {"sampling": Sampling(temperature=float("inf"))}, "temperature"),
     ],
 )
 def test_what_cannot_be_served_is_refused(prompts, how, message):
@@ -181,8 +183,34 @@ def test_probabilities_are_those_of_transformers(top_k, top_p):
 
 def test_of_equal_logits_the_lower_id_is_taken():
     logits = torch.tensor([1.0, 4.0, 4.0, 4.0])
-    assert draw(distribution(logits, Sampling(), []), torch.Generator()) == 1
+    assert draw(distribution(logits, Sampling(), []), np.random.default_rng(0)) == 1
     assert distribution(logits, Sampling(temperature=1.0, top_k=2), []).tolist() == [0, 0.5, 0.5, 0]
+
+
+def test_a_temperature_near_zero_takes_the_highest():
+    logits = torch.tensor([1.0, 4.0, 3.9])
+    assert distribution(logits, Sampling(temperature=1e-320), []).tolist() == [0, 1, 0]
+
+
+def test_the_fewest_of_many_tokens_with_enough_probability_are_kept():
+    logits = torch.zeros(5000).index_fill(0, torch.tensor([7, 4000]), 1.0)
+    kept = distribution(logits, Sampling(temperature=1.0, top_p=0.5), []).nonzero()[:, 0].tolist()
+    assert kept[:2] == [0, 1] and 7 in kept and 4000 in kept  # of equals the first
+    assert len(kept) == pytest.approx(2500, abs=3)
+
+
+def test_weights_that_give_no_numbers_are_told():
+    cfg, params = make()
+    params["norm"].fill_(torch.nan)
+    for sampling in (Sampling(), Sampling(temperature=1.0)):
+        with pytest.raises(mesh.RunError, match="not finite"):
+            run(params, [[1, 2]], cfg, most=3, sampling=sampling)
+
+
+def test_room_is_made_for_no_more_tokens_than_the_model_has_positions():
+    cfg, params = make()
+    (row,) = run(params, [[1] * 120], cfg, most=10**15, drafts=2)
+    assert len(row.tokens) == 8
 
 
 def fits(counts, shares):
@@ -203,9 +231,9 @@ def test_drafts_that_are_verified_are_distributed_as_the_model_would_draw_them(s
     generator = torch.Generator().manual_seed(3)
     q, p, after = (distribution(torch.randn(29, generator=generator) * 2, sampling, []) for _ in range(3))
     counts = torch.zeros(29, 29, dtype=F64)
-    first = torch.zeros(29, dtype=F64)
+    first, draws = torch.zeros(29, dtype=F64), np.random.default_rng(3)
     for _ in range(20000):
-        found = verified([draw(q, generator)], [q], iter((p, after)), generator)
+        found = verified([draw(q, draws)], [q], iter((p, after)), draws)
         first[found[0]] += 1
         if len(found) == 2:
             counts[found[0], found[1]] += 1
@@ -262,7 +290,10 @@ def generated(grid, prompts, drafts):
     return [(row.ids, row.finish, row.rounds) for row in rows]
 
 
-@pytest.mark.parametrize("name", ["shard 2", "ep 2", "cp 2", "cp 2, contiguous", "shard 2 x cp 2 x ep 4"])
+@pytest.mark.parametrize(
+    "name",
+    ["shard 2", "ep 2", "cp 2", "cp 2, contiguous", pytest.param("shard 2 x cp 2 x ep 4", marks=pytest.mark.slow)],
+)
 def test_every_grid_gives_the_tokens_of_one_process(name, pools):
     grid = RANKS[name]
     cfg, prompts = tiny(**MODEL), random_prompts((3, 9, 4))
