@@ -1,6 +1,7 @@
 """Checkpoints of every layout on every other: the same bytes, and the same steps after them."""
 
 from functools import cache
+from math import prod
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tiny import distance
 from training import save
 
 from glm5fn import checkpoint, flatten, step
+from glm5fn.mesh import held
 from glm5fn.settings import MeshConfig, dump
 from glm5fn.stores import open_item
 from glm5fn.tree import tree_map
@@ -92,6 +94,18 @@ def test_a_checkpoint_of_any_layout_goes_on_on_any_other(wrote, reads, pools, tm
     expected = on(pools, wrote, written, tmp_path, STORES)[0]
     for store in STORES:
         check(pools, expected, tmp_path / store / "step_00000002", reads)
+
+
+def parts(grid):
+    """Of each tensor, how many elements all its parts have, and how many it has."""
+    _, state = make(grid)
+    found = [held(leaf) for leaf in flatten(state.params).values()]
+    return [(sum(prod(n for _, n in region) for _, region in each.parts), prod(each.shape)) for each in found]
+
+
+@pytest.mark.parametrize("name", ["replicate 2", "shard 2"])
+def test_of_copies_one_is_written(name, pools):
+    assert all(own == whole for rank in pools(2)(parts, GRIDS[name]) for own, whole in rank)
 
 
 def test_each_rank_owns_files_of_its_own_and_together_they_are_the_item(pools, tmp_path):
