@@ -466,6 +466,7 @@ def test_inspect_reads_no_tensor_and_counts_what_the_files_hold(exported, run, m
         assert re.search(rf"{name} +{counted[dtype]} +{values:,} +{values * dtype.itemsize:,}", said)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_fine_tuned_has_the_loss_of_transformers_on_the_same_batch(tmp_path, run):
     config = GLM5 | {"indexer_types": WORDS, "vocab_size": 259, "index_topk": 64, "num_nextn_predict_layers": 0}
     (tmp_path / "config.json").write_text(json.dumps(config))

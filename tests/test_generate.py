@@ -69,7 +69,8 @@ def test_each_row_of_a_batch_has_the_tokens_that_whole_forward_passes_give_it(na
         torch.testing.assert_close([token.logprob for token in row.tokens], logs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("drafts", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [1, 2, 4])
 def test_drafts_change_no_token_of_twenty_prompts(drafts):
     cfg, params = make()
     prompts = random_prompts([1 + n % 11 for n in range(20)])
@@ -226,7 +227,13 @@ def fits(counts, shares):
     return (statistic - degrees) / (2 * degrees) ** 0.5
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=1.0), Sampling(temperature=0.8, top_k=9, top_p=0.9)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(Sampling(temperature=1.0), marks=pytest.mark.slow),
+        Sampling(temperature=0.8, top_k=9, top_p=0.9),
+    ],
+)
 def test_drafts_that_are_verified_are_distributed_as_the_model_would_draw_them(sampling):
     generator = torch.Generator().manual_seed(3)
     q, p, after = (distribution(torch.randn(29, generator=generator) * 2, sampling, []) for _ in range(3))

@@ -266,6 +266,9 @@ STEPS += [("all", "shard 2", *PLAIN), ("all", "replicate 2 x shard 2", *LATER)]
 STEPS += [("all", name, *how) for name, how in zip(FURTHER, cycle((PLAIN, ("sgd", "layer"), LATER)))]
 
 
+STEPS = [pytest.param(*cell, marks=pytest.mark.slow if cell[1] == "cp 4" else ()) for cell in STEPS]
+
+
 @pytest.mark.parametrize(("model", "grid", "optimizer", "recompute"), STEPS)
 def test_three_clipped_steps_equal_those_of_one_process(model, grid, optimizer, recompute, pools):
     grid = GRIDS[grid]

@@ -37,7 +37,7 @@ def told(tmp_path, monkeypatch, capsys):
     return told
 
 
-QUICK = ("dense-dp2", "glm5-cp2-ep2")
+QUICK = ("dense-dp2", "moe-ep2")
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RUNS]
 
 

@@ -50,8 +50,7 @@ def fill(place, tensor):
         out.write(tensor.flatten().view(torch.uint8).numpy().tobytes())
 
 
-# The largest that is always mapped is of FP8; the others of its size are among the slow tests.
-EACH = [pytest.param(name, marks=pytest.mark.slow if name in ("glm5", "glm5.2") else ()) for name in LISTS]
+EACH = [pytest.param(name, marks=pytest.mark.slow if name.startswith("glm5") else ()) for name in LISTS]
 
 
 @pytest.mark.parametrize("name", EACH)
