@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,14 +15,19 @@ from tiny import PLAIN, random_params, tiny
 from glm5fn import forward, load, save
 from glm5fn.mmlu import measure
 
-lm_eval = pytest.importorskip("lm_eval")
-harness = pytest.importorskip("glm5fn.harness")
-TaskManager = pytest.importorskip("lm_eval.tasks").TaskManager
 pytestmark = pytest.mark.slow
 FILES = Path(__file__).parent / "mmlu" / "jsonl"
 MODEL = tiny(**PLAIN, vocab_size=263, max_position_embeddings=600)
 END = 256
 CHOICES = "".join(f"{letter}. {{{{choices[{n}]}}}}\n" for n, letter in enumerate("ABCD"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lm_eval():
+    """The harness, with our models made known to it."""
+    found = pytest.importorskip("lm_eval")
+    pytest.importorskip("glm5fn.harness")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +38,7 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def lm(directory):
+def lm(directory, lm_eval):
     made = lm_eval.api.registry.get_model("glm5fn").create_from_arg_string(
         f"path={directory},precision=fp32", {"batch_size": 3, "max_batch_size": None, "device": "cpu"}
     )
@@ -102,7 +108,7 @@ def task(place, name, files, **settings):
     return name
 
 
-def test_a_task_has_the_accuracy_of_our_own_command(lm, tmp_path):
+def test_a_task_has_the_accuracy_of_our_own_command(lm, lm_eval, tmp_path):
     subjects = ("astronomy", "elementary_mathematics", "geography")
     names = []
     for subject in subjects:
@@ -123,7 +129,7 @@ def test_a_task_has_the_accuracy_of_our_own_command(lm, tmp_path):
             "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
         }
         names.append(task(tmp_path, f"ours_{subject}", files, **settings))
-    tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    tasks = import_module("lm_eval.tasks").TaskManager(include_path=str(tmp_path), include_defaults=False)
     found = lm_eval.simple_evaluate(model=lm, tasks=names, task_manager=tasks, bootstrap_iters=0)["results"]
     ours = measure(lm.loaded, FILES, 2, 7)[1]["subjects"]
     assert {s: found[f"ours_{s}"]["acc,none"] for s in subjects} == {s: ours[s]["accuracy"] for s in subjects}
@@ -135,7 +141,7 @@ def test_a_task_has_the_accuracy_of_our_own_command(lm, tmp_path):
 )
 def test_settings_that_cannot_be_are_refused(directory, settings, said):
     with pytest.raises(ValueError, match=said):
-        harness.GLM(path=str(directory), device="cpu", **settings)
+        import_module("glm5fn.harness").GLM(path=str(directory), device="cpu", **settings)
 
 
 def test_sampling_is_obeyed(lm):

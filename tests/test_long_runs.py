@@ -107,4 +107,4 @@ def test_every_grid_trains_as_one_process_where_no_key_is_left_out(model, grids,
 def test_every_grid_trains_as_one_process_in_half_precision(model, grid, tmp_path):
     """In rows as long as the runs have them: a short one can be a line of one character, whose tokens err together."""
     for _, average in differences(tmp_path, model, "--data.seq-len", "256", "--precision", "bf16", grids=[grid]):
-        assert average <= FLIPPED
+        assert average <= 5e-3
