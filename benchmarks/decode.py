@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 import tyro
 from shape import Shape
-from turns import Reply, System, ratios, start
+from turns import Reply, System, collect, ratios
 
 from glm5fn import ModelConfig, init_params, load, save_hf
 from glm5fn.generate import generate
@@ -107,17 +107,7 @@ def main(options: Options) -> int:
     with tempfile.TemporaryDirectory() as directory:
         options = replace(options, weights=str(Path(directory) / "weights"))
         save_hf(options.weights, init_params(cfg), cfg)
-        running = [(system, *start(options, system)) for system in systems]
-        replies: dict[str, list[Reply]] = {system.name: [] for system in systems}
-        for _ in range(1 + options.rounds):
-            for system, connection, process in running:
-                for _ in ("first", "more"):
-                    try:
-                        connection.send("turn")
-                        replies[system.name].append(connection.recv())
-                    except (EOFError, OSError):
-                        process.join()
-                        sys.exit(f"{system.name} died with exit code {process.exitcode}")
+        replies = collect(options, systems, 1 + options.rounds, each=2)
     results = {system.name: figures(options, system, replies[system.name]) for system in systems}
     found = {}
     if len(results) > 1:

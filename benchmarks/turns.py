@@ -62,25 +62,38 @@ def start(options: Any, system: System) -> tuple[Connection, Any]:
     return mine, process
 
 
-def take_turns(options: Any, systems: Sequence[System], steps: int, warm_up: int = 2) -> dict[str, dict[str, float]]:
-    """The figures of each system over so many steps after the warm-up, with a matmul for the peak between them.
+def collect(
+    options: Any, systems: Sequence[System], turns: int, each: int = 1, between: Callable[[], object] = lambda: None
+) -> dict[str, list[Reply]]:
+    """The replies of systems that work in turns, `each` steps a turn, with something done after each round of turns.
 
     Ends the program with exit code 1 if a system dies.
     """
     # Before any matmul here, since the peak of a child's memory starts at that of its parent.
     running = [(system, *start(options, system)) for system in systems]
     replies: dict[str, list[Reply]] = {system.name: [] for system in systems}
-    peaks = dict.fromkeys((system.compute for system in systems), 0.0)
-    for _ in range(warm_up + steps):
+    for _ in range(turns):
         for system, connection, process in running:
             try:
-                connection.send("step")
-                replies[system.name].append(connection.recv())
+                for _ in range(each):
+                    connection.send("step")
+                    replies[system.name].append(connection.recv())
             except (EOFError, OSError):
                 process.join()
                 sys.exit(f"{system.name} died with exit code {process.exitcode}")
+        between()
+    return replies
+
+
+def take_turns(options: Any, systems: Sequence[System], steps: int, warm_up: int = 2) -> dict[str, dict[str, float]]:
+    """The figures of each system over so many steps after the warm-up, with a matmul for the peak between them."""
+    peaks = dict.fromkeys((system.compute for system in systems), 0.0)
+
+    def measure() -> None:
         for dtype in peaks:
             peaks[dtype] = max(peaks[dtype], peak_flops("cpu", dtype) or 0.0)
+
+    replies = collect(options, systems, warm_up + steps, between=measure)
     return {system.name: figures(replies[system.name][warm_up:], peaks[system.compute]) for system in systems}
 
 

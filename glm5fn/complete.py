@@ -22,7 +22,7 @@ from .inference import refuse as refuse_model
 from .mesh import gather, rank, together
 from .sampling import GREEDY, Sampling
 from .settings import DataConfig, MeshConfig
-from .sources import LINES, blocks, read_object, read_rows
+from .sources import LINES, placed_rows, read_object
 from .text import BYTES, Tokenizer
 from .typed import ConfigError
 
@@ -164,11 +164,7 @@ def read_file(path: Path) -> list[Named]:
     """The rows of a file. Raises ValueError that names the line of one that cannot be read, or not be written again."""
     if not path.name.endswith(LINES):
         raise ValueError(f"{path}: must be in one of {', '.join(LINES)}")
-    rows: list[Named] = []
-    for block in blocks(path, ""):
-        for number, line in enumerate(block.rows, block.first):
-            found, _ = read_rows(block._replace(first=number, rows=[line]), read_row, skip_bad=False)
-            rows += [(f"{path}:{number}", row) for row in found]
+    rows = list(placed_rows(path, read_row))
     if not rows:
         raise ValueError(f"{path}: is empty: must have a row")
     return rows
@@ -178,11 +174,11 @@ def read_row(line: bytes) -> dict[str, Any]:
     row = read_object(line)
     if MADE in row:
         raise ValueError(f"the object has {MADE!r}, which is where the text is to be written: call it otherwise")
-    text_of(row)
+    encoded(row)
     return row
 
 
-def text_of(row: Mapping[str, Any]) -> bytes:
+def encoded(row: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -196,12 +192,12 @@ def written(out: Path, rows: Sequence[Named]) -> int:
         try:
             row = json.loads(line)
             row.pop(MADE)
-            own = number < len(rows) and text_of(row) == text_of(rows[number][1])
+            own = number < len(rows) and encoded(row) == encoded(rows[number][1])
         except (ValueError, AttributeError, KeyError):
             own = False
         if not own:
             raise ValueError(f"{out}:{number + 1}: is not of a row of --jsonl: name another --out")
-    begun = text_of(rows[len(lines)][1])[:-1] if len(lines) < len(rows) else b""
+    begun = encoded(rows[len(lines)][1])[:-1] if len(lines) < len(rows) else b""
     if rest[: len(begun)] != begun[: len(rest)] or (rest and not begun):
         raise ValueError(f"{out}:{len(lines) + 1}: is not of a row of --jsonl: name another --out")
     return len(lines)
@@ -242,4 +238,4 @@ def put(file: BinaryIO, lines: Sequence[bytes]) -> None:
 
 def line_of(row: Mapping[str, Any], found: Row, writer: Writer) -> bytes:
     text = writer.text_of(found)
-    return text_of({**row, MADE: {"text": text, "tokens": len(found.tokens), "finish": found.finish}}) + b"\n"
+    return encoded({**row, MADE: {"text": text, "tokens": len(found.tokens), "finish": found.finish}}) + b"\n"

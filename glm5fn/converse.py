@@ -2,14 +2,14 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, Queue
 from threading import Thread
 from typing import Any
 
-from .generate import Row, generate, refuse
+from .generate import Ended, Row, generate, never, refuse
 from .inference import Loaded
 from .mesh import RunError, data_rank, gather, rank, together
 from .sampling import Sampling
@@ -31,7 +31,7 @@ class Writer:
     sampling: Sampling
     drafts: int
 
-    def rounds(self, prompts: Sequence[Sequence[int]], first: int = 0) -> Iterator[list[Row]]:
+    def rounds(self, prompts: Sequence[Sequence[int]], first: int = 0, ended: Ended = never) -> Iterator[list[Row]]:
         return generate(
             self.loaded.params,
             prompts,
@@ -41,6 +41,7 @@ class Writer:
             stops=self.stops,
             sampling=self.sampling,
             drafts=self.drafts,
+            ended=ended,
             share=data_rank(self.loaded.mesh),
             first=first,
         )
@@ -49,14 +50,20 @@ class Writer:
         return self.loaded.tokenizer.decode(textual(row.ids, self.stops))
 
 
-def textual(tokens: Sequence[int], stops: Sequence[int] | frozenset[int]) -> list[int]:
+def textual(tokens: Sequence[int], stops: Collection[int]) -> list[int]:
     """The tokens that stand for text: without the one that ends it."""
     return [token for token in tokens if token not in stops]
 
 
 def show(writer: Writer, prompt: Sequence[int]) -> Row:
     """Print a text while it grows, and how fast it did."""
-    stream, begin, shown, first, row = Stream(writer.loaded.tokenizer), time.perf_counter(), 0, 0.0, Row(prompt)
+    stream, begin, shown, first, row = (
+        Stream(writer.loaded.tokenizer),
+        time.perf_counter(),
+        0,
+        0.0,
+        Row(prompt, writer.most),
+    )
     for (row,) in writer.rounds([prompt]):
         first = first or time.perf_counter() - begin
         say("".join(map(stream.add, textual(row.ids[shown:], writer.stops))), end="")

@@ -17,7 +17,7 @@ from .batch import Documents
 from .block import Params, block_specs
 from .comm import Comm, Span
 from .config import ModelConfig
-from .model import Engine, head_weight, outer_specs
+from .model import Engine, head_weight, trunk
 from .tree import tree_map
 
 CHUNK = 512  # tokens of a prompt that are computed at once
@@ -157,16 +157,11 @@ def advance(
     comm = engine.comm if cut else engine.comm.alone()
     past = cache.length
     where, cache = placed(cache, tokens.shape[1], real, comm)
-    outer, selected = outer_specs(cfg), None
-    x = F.embedding(comm.mine(tokens), engine.fetch(params, outer, "embed"))
-    for layer in range(cfg.num_hidden_layers):
-        weights = comm.fetch(params["layers"][str(layer)], block_specs(cfg, layer))
-        shared = selected if cfg.indexers[layer : layer + 1] == ("shared",) else None
-        kept = keeping(comm, cache.kept[str(layer)], past)
-        x, selected, _ = engine.block(
-            weights, x, where, shared, None, cfg=cfg, terms=engine.terms, comm=kept, kernels=engine.kernels
-        )
-    x = engine.kernels.rms_norm(x, engine.fetch(params, outer, "norm"), cfg.rms_norm_eps)
+
+    def comm_of(layer: int) -> Comm:
+        return keeping(comm, cache.kept[str(layer)], past)
+
+    x = trunk(params, comm.mine(tokens), cfg, where, engine, comm_of).x
     return comm.gather(x)[0], cache
 
 

@@ -30,9 +30,10 @@ class Token(NamedTuple):
 
 @dataclass
 class Row:
-    """A prompt and what follows it. rounds: how often the model was asked for more."""
+    """A prompt and what follows it. most: tokens of that. rounds: how often the model was asked for more."""
 
     prompt: Sequence[int]
+    most: int
     tokens: list[Token] = field(default_factory=list)
     rounds: int = 0
     finish: Literal["", "stop", "length"] = ""
@@ -74,30 +75,30 @@ def generate(
     and RunError, on all ranks, for logits that are not finite.
     """
     refuse(prompts, cfg, most, sampling, drafts)
-    rows, (rank, ranks) = [Row(prompt) for prompt in prompts], share
+    limit, (rank, ranks) = cfg.max_position_embeddings, share
+    rows = [Row(prompt, min(most, limit - len(prompt))) for prompt in prompts]
     draws = [sampling.draws(first + number) for number in range(len(rows))]
     numbers = list(range(rank, len(rows), ranks))
-    alone = Row([0]), sampling.draws(0)  # what a rank without rows computes, to take part in all exchanges
+    alone = Row([0], most), sampling.draws(0)  # what a rank without rows computes, to take part in all exchanges
     state, new = None, dict[int, list[Token]]()
-    device = engine.fetch(params, outer_specs(cfg), "norm").device
+    norm = engine.fetch(params, outer_specs(cfg), "norm")
 
     def agree(found: Found) -> Found:
         """What all ranks found, from here on of this rank's rows too."""
         nonlocal new
-        new = everywhere(dict(zip(numbers, found, strict=False)), len(rows), drafts + 1, engine, device)
+        new = everywhere(dict(zip(numbers, found, strict=False)), len(rows), drafts + 1, engine, norm.device)
         return [new[n] for n in numbers] or found
 
     while not all(row.finish for row in rows):
         batch = [(rows[n], draws[n]) for n in numbers] or [alone]
         if state is None:
-            lengths = [len(row.prompt) for row in rows]
-            room = max(lengths) + min(most, cfg.max_position_embeddings - min(lengths)) + drafts
-            state = begin(params, batch, max(lengths), room, cfg, engine, sampling, drafts, agree)
+            width, more = max(len(row.prompt) for row in rows), max(row.most for row in rows)
+            state = begin(params, batch, width, width + more + drafts, norm, cfg, engine, sampling, drafts, agree)
         else:
             state = further(params, batch, state, cfg, engine, sampling, agree)
         if any(math.isnan(token.logprob) for tokens in new.values() for token in tokens):
             raise RunError("the model's logits are not finite: are its weights?")
-        record(rows, new, most, stops, ended, cfg)
+        record(rows, new, stops, ended)
         yield rows
         going = [at for at, n in enumerate(numbers) if not rows[n].finish]
         if len(going) < len(batch):
@@ -124,14 +125,7 @@ def refuse(prompts: Sequence[Sequence[int]], cfg: ModelConfig, most: int, sampli
             raise ConfigError(f"prompt {number} has id {wrong}: must be from 0 to vocab_size ({cfg.vocab_size}) - 1")
 
 
-def record(
-    rows: Sequence[Row],
-    new: Mapping[int, Sequence[Token]],
-    most: int,
-    stops: Collection[int],
-    ended: Ended,
-    cfg: ModelConfig,
-) -> None:
+def record(rows: Sequence[Row], new: Mapping[int, Sequence[Token]], stops: Collection[int], ended: Ended) -> None:
     """Add what a round gave to its rows, up to where they end."""
     for number, tokens in new.items():
         row = rows[number]
@@ -140,7 +134,7 @@ def record(
             row.tokens.append(token)
             if token.id in stops or ended(row.ids):
                 row.finish = "stop"
-            elif len(row.tokens) == min(most, cfg.max_position_embeddings - len(row.prompt)):
+            elif len(row.tokens) == row.most:
                 row.finish = "length"
             if row.finish:
                 break
@@ -192,24 +186,24 @@ def begin(
     batch: Rows,
     width: int,
     room: int,
+    like: Tensor,
     cfg: ModelConfig,
     engine: Engine,
     sampling: Sampling,
     drafts: int,
     agree: Agree,
 ) -> State:
-    """The first token of each row, whose prompts stand at the right of so many places."""
-    norm = engine.fetch(params, outer_specs(cfg), "norm")
+    """The first token of each row, whose prompts stand at the right of so many places. like: what is computed with."""
     room += engine.comm.parts
-    cache = init_cache(cfg, len(batch), room, norm.dtype, norm.device)
+    cache = init_cache(cfg, len(batch), room, like.dtype, like.device)
     tokens = torch.zeros(len(batch), width, dtype=torch.long)
     real = torch.zeros(len(batch), width, dtype=torch.bool)
     for at, (row, _) in enumerate(batch):
         tokens[at, width - len(row.prompt) :] = torch.tensor(row.prompt)
         real[at, width - len(row.prompt) :] = True
-    tokens, mask = tokens.to(norm.device), None if real.all() else real.to(norm.device)
+    tokens, mask = tokens.to(like.device), None if real.all() else real.to(like.device)
     x, cache = prefill(params, tokens, cache, cfg, engine, mask, every=drafts > 0)
-    depths = init_depths(cfg, drafts, len(batch), room, norm) if drafts else None
+    depths = init_depths(cfg, drafts, len(batch), room, like) if drafts else None
     logits = logits_of(params, x[:, -1:], cfg, engine)
     found = agree([chosen(logits[at], [], [], row, draws, sampling) for at, (row, draws) in enumerate(batch)])
     ids = tokens.new_tensor([[token.id for token in new] for new in found])

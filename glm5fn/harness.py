@@ -24,8 +24,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from .converse import textual
-from .generate import generate
+from .converse import Writer
 from .inference import Device, Precision, load_for
 from .sampling import Sampling
 from .score import Ids, encode_pair, score
@@ -119,20 +118,16 @@ class GLM(LM):
         prompts = [self.encode(text).tolist()[most - self.max_length :] or [self.end] for text in contexts]
         names = ("temperature", "top_k", "top_p") if settings["do_sample"] else ()
         sampling = Sampling(**{name: settings[name] for name in names if name in settings})
-        stops, decode, found = (self.end, *self.loaded.cfg.eos_token_id), self.loaded.tokenizer.decode, []
+        writer = Writer(self.loaded, most, frozenset((self.end, *self.loaded.cfg.eos_token_id)), sampling, drafts=0)
+        found = []
+
+        def ended(ids: Sequence[int]) -> bool:
+            text = self.loaded.tokenizer.decode(ids)
+            return any(one in text for one in until)
+
         for start in range(0, len(prompts), self.batch_size):
-            *_, rows = generate(
-                self.loaded.params,
-                prompts[start : start + self.batch_size],
-                self.loaded.cfg,
-                self.loaded.engine,
-                most=most,
-                stops=stops,
-                sampling=sampling,
-                ended=lambda ids: any(one in text for text in [decode(ids)] for one in until),
-                first=start,
-            )
-            found += [before(decode(textual(row.ids, stops)), until) for row in rows]
+            *_, rows = writer.rounds(prompts[start : start + self.batch_size], start, ended)
+            found += [before(writer.text_of(row), until) for row in rows]
         return found
 
     def told(self, kind: str, requests: Sequence[Instance], found: list[Any]) -> list[Any]:

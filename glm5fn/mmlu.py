@@ -13,7 +13,7 @@ from .inference import Loaded
 from .mesh import rank, together
 from .record import tell
 from .score import Scored, encode_pair, score
-from .sources import LINES, blocks, read_object, read_rows
+from .sources import LINES, placed_rows, read_object
 
 LETTERS = "ABCD"
 DEV, TEST = "dev", "test"  # the questions that are shown with their answers, and those that are asked
@@ -178,10 +178,8 @@ def csv_questions(path: Path, split: str) -> Iterator[Question]:
 
 def line_questions(path: Path) -> Iterator[Question]:
     """Objects with question, subject, choices and the number of the answer."""
-    for block in blocks(path, ""):
-        for number, row in enumerate(block.rows, block.first):
-            found, _ = read_rows(block._replace(first=number, rows=[row]), question_of, skip_bad=False)
-            yield from (question._replace(place=f"{path}:{number}") for question in found)
+    for place, question in placed_rows(path, question_of):
+        yield question._replace(place=place)
 
 
 def question_of(line: bytes) -> Question:

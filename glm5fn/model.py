@@ -1,7 +1,7 @@
 """The whole model: its parameter rows, and the pure functions over them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -149,8 +149,15 @@ class Trunk(NamedTuple):
     terms: dict[str, Any]
 
 
-def trunk(params: Params, tokens: Int[Tensor, "b s"], cfg: ModelConfig, where: Documents, engine: Engine) -> Trunk:
-    """Token ids -> hidden states after the final norm."""
+def trunk(
+    params: Params,
+    tokens: Int[Tensor, "b s"],
+    cfg: ModelConfig,
+    where: Documents,
+    engine: Engine,
+    comm_of: Callable[[int], Comm] | None = None,
+) -> Trunk:
+    """Token ids -> hidden states after the final norm. comm_of: the exchanges of each layer, if it has its own."""
     specs, indexers = outer_specs(cfg), cfg.indexers
     terms, selected = {}, None
     x = F.embedding(tokens, engine.fetch(params, specs, "embed"))
@@ -162,7 +169,8 @@ def trunk(params: Params, tokens: Int[Tensor, "b s"], cfg: ModelConfig, where: D
         if i + 1 < cfg.num_hidden_layers:  # whose parameters travel while this one computes
             started = engine.comm.begin(params["layers"][str(i + 1)], block_specs(cfg, i + 1))
         shared = selected if indexers[i : i + 1] == ("shared",) else None
-        x, selected, found = engine.layer(weights, rows, x, where, shared, cfg, ends, started=now)
+        own = engine if comm_of is None else replace(engine, comm=comm_of(i))
+        x, selected, found = own.layer(weights, rows, x, where, shared, cfg, ends, started=now)
         terms = add(terms, named(f"layers.{i}", found))
     return Trunk(engine.kernels.rms_norm(x, engine.fetch(params, specs, "norm"), cfg.rms_norm_eps), terms)
 

@@ -210,6 +210,14 @@ def read_rows(block: Block, read: Callable[[Any], T], skip_bad: bool) -> tuple[l
     return found, bad
 
 
+def placed_rows(path: Path, read: Callable[[Any], T]) -> Iterator[tuple[str, T]]:
+    """(file and number, what `read` makes of it) of each row of a file of lines; errors as in `read_rows`."""
+    for block in blocks(path, ""):
+        for number, row in enumerate(block.rows, block.first):
+            found, _ = read_rows(block._replace(first=number, rows=[row]), read, skip_bad=False)
+            yield from ((f"{path}:{number}", each) for each in found)
+
+
 def read_object(line: bytes) -> dict[str, Any]:
     """The JSON object of one line; ValueError says what is wrong with it."""
     if len(line) > LONGEST_LINE:

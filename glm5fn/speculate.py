@@ -5,6 +5,7 @@ depth computed from drafts goes again, so that it never stands on a token that w
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -110,17 +111,7 @@ def advance_depth(
         y = joined(params, number, x[:, part], tokens[:, part], cfg, engine)
         past = cache.length
         where, cache = placed(cache, y.shape[1], None if real is None else real[:, part], comm)
-        kept = keeping(comm, cache.kept[str(layer)], past)
-        y, _, _ = engine.block(
-            comm.fetch(weights, block_specs(cfg, layer)),
-            y,
-            where,
-            None,
-            None,
-            cfg=cfg,
-            terms=engine.terms,
-            comm=kept,
-            kernels=engine.kernels,
-        )
+        own = replace(engine, comm=keeping(comm, cache.kept[str(layer)], past))
+        y, _, _ = own.layer(weights, block_specs(cfg, layer), y, where, None, cfg)
         found.append(engine.kernels.rms_norm(y, norm, cfg.rms_norm_eps))
     return torch.cat(found, 1), cache
