@@ -1,5 +1,7 @@
 """Sparse attention over latents (DeepSeek-V3.2's DSA): a light indexer selects the keys of each query."""
 
+from __future__ import annotations  # those of inner functions would be made anew for each token
+
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -63,18 +65,15 @@ def make_index(
     params: Mapping[str, Tensor],
     x: Float[Tensor, "b s d"],
     q_latent: Float[Tensor, "b s q"],
-    positions: Int[Tensor, "b s"] | None,
-    rotary: int,
-    theta: float,
+    angles: tuple[Tensor, Tensor],
     kernels: Kernels,
 ) -> Index:
-    """The indexer's queries, keys and head weights. RoPE turns adjacent pairs of the first `rotary` dims."""
-    cos, sin = rotation(x, positions, rotary, theta)
+    """The indexer's queries, keys and head weights. RoPE turns adjacent pairs of the first dims, by these angles."""
     q = kernels.linear(q_latent, rearrange(params["q"], "i j q -> (i j) q"))
-    q = kernels.rope(rearrange(q, "b s (i j) -> b s i j", j=params["q"].shape[1]), cos, sin, True)
+    q = kernels.rope(rearrange(q, "b s (i j) -> b s i j", j=params["q"].shape[1]), *angles, True)
     k = kernels.linear(x, params["k"])
     k = F.layer_norm(k, k.shape[-1:], params["k_norm"], params["k_norm_bias"], K_NORM_EPS)
-    k = kernels.rope(k[:, :, None], cos, sin, True)[:, :, 0]
+    k = kernels.rope(k[:, :, None], *angles, True)[:, :, 0]
     return Index(q, k, kernels.linear(upcast(x), upcast(params["weights"])))
 
 
@@ -92,7 +91,8 @@ def choose(
     kernels: Kernels = TORCH,
 ) -> Int[Tensor, "b s g"]:
     """The keys that `attn_dsa` would select, by itself. params: q_a, q_a_norm and indexer."""
-    index = make_index(params["indexer"], x, query_latent(params, x, eps, kernels), positions, rotary, theta, kernels)
+    angles = rotation(x, positions, rotary, theta)
+    index = make_index(params["indexer"], x, query_latent(params, x, eps, kernels), angles, kernels)
     (keys,) = comm.gather(index.k)
     return select(index._replace(k=keys), segments, topk, comm.spans(x.shape[1]), kernels)
 
@@ -146,8 +146,7 @@ def attn_dsa(
     if "indexer" in params:
         if taught or (sparse and chosen is None) or comm.past is not None:
             indexer = params["indexer"] if taught else {name: leaf.detach() for name, leaf in params["indexer"].items()}
-            inputs = x.detach(), latents.q_latent.detach(), positions
-            index = make_index(indexer, *inputs, latents.q.shape[-1] - nope, theta, kernels)
+            index = make_index(indexer, x.detach(), latents.q_latent.detach(), latents.angles, kernels)
             keys, index_keys = comm.gather(keys, index.k)
             index = index._replace(k=index_keys)
             if sparse and chosen is None:

@@ -1,5 +1,7 @@
 """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) of the GLM-4 families."""
 
+from __future__ import annotations  # those of inner functions would be made anew for each token
+
 from collections.abc import Mapping
 
 from einops import rearrange

@@ -1,5 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are rebuilt from one small latent."""
 
+from __future__ import annotations  # those of inner functions would be made anew for each token
+
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -34,12 +36,13 @@ def mla_specs(cfg: ModelConfig) -> dict[str, Param]:
 
 
 class Latents(NamedTuple):
-    """What attention needs of x. q_latent: normed. q: the last r dims of each head rotated.
+    """What attention needs of x. q_latent: normed. angles: cosine and sine of the rotation. q: the last r dims rotated.
 
     keys: the normed latent, which every head rebuilds its keys and values from, then the rotated dims of every key.
     """
 
     q_latent: Float[Tensor, "b s q"]
+    angles: tuple[Float[Tensor, "*b s r/2"], Float[Tensor, "*b s r/2"]]
     q: Float[Tensor, "b s h k"]
     keys: Float[Tensor, "b s c+r"]
 
@@ -60,16 +63,16 @@ def project(
 ) -> Latents:
     rank, heads = params["kv_a_norm"].shape[0], params["q_b"].shape[0]
     rotary = params["kv_a"].shape[0] - rank
-    cos, sin = rotation(x, positions, rotary, theta)
+    angles = rotation(x, positions, rotary, theta)
     q_latent = query_latent(params, x, eps, kernels)
     q = kernels.linear(q_latent, rearrange(params["q_b"], "h k q -> (h k) q"))
     q = rearrange(q, "b s (h k) -> b s h k", h=heads)
     latent, key = kernels.linear(x, params["kv_a"]).split((rank, rotary), -1)
     latent = kernels.rms_norm(latent, params["kv_a_norm"], eps)
     q_nope, q_rope = q.split((q.shape[-1] - rotary, rotary), -1)
-    q = torch.cat((q_nope, kernels.rope(q_rope, cos, sin, True)), -1)
-    key = kernels.rope(key[:, :, None], cos, sin, True)[:, :, 0]
-    return Latents(q_latent, q, torch.cat((latent, key), -1))
+    q = torch.cat((q_nope, kernels.rope(q_rope, *angles, True)), -1)
+    key = kernels.rope(key[:, :, None], *angles, True)[:, :, 0]
+    return Latents(q_latent, angles, q, torch.cat((latent, key), -1))
 
 
 def expanded(

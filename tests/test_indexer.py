@@ -106,8 +106,9 @@ def test_each_indexer_of_a_model_learns_from_the_layers_that_it_is_to_learn_from
                 latents = project(attn, inputs[i], *sizes)
                 teachers.append((absorb(attn, latents.q), latents.keys))
             attn = params["layers"][str(source)]["attn"]
-            latent = project(attn, inputs[source], *sizes).q_latent.detach()
-            index = make_index(attn["indexer"], inputs[source], latent, positions, 4, cfg.rope_theta, REFERENCE)
+            latents = project(attn, inputs[source], *sizes)
+            latent, angles = latents.q_latent.detach(), latents.angles
+            index = make_index(attn["indexer"], inputs[source], latent, angles, REFERENCE)
             chosen = REFERENCE.select(*index, SEGMENTS, topk) if topk < 20 else None
             total = total + REFERENCE.index_loss(teachers, *index, chosen, SEGMENTS, SEGMENTS != 0, 10**-0.5)
         return total, None

@@ -116,7 +116,7 @@ def test_the_index_scores_equal_the_equations(params):
     x = states() * 0.02  # so small that the norms' eps count
     params = params | {"q_a_norm": torch.linspace(0.2, 3.0, 10, dtype=F64)}
     latents = project(params, x, None, THETA, EPS, TORCH)
-    scores = index_scores(*make_index(params["indexer"], x, latents.q_latent, None, 4, THETA, TORCH))
+    scores = index_scores(*make_index(params["indexer"], x, latents.q_latent, latents.angles, TORCH))
     for b in range(2):
         for s in range(STEPS):
             wanted = torch.tensor(index_loop(params, x, b, s, range(s + 1)), dtype=F64)
@@ -148,7 +148,7 @@ def test_where_all_keys_may_be_selected_sparse_attention_is_the_dense_one(params
 def test_sparse_attention_with_a_slot_for_each_key_equals_the_dense_one(params):
     x = states()
     latents = project(params, x, None, THETA, EPS, TORCH)
-    index = make_index(params["indexer"], x, latents.q_latent, None, 4, THETA, TORCH)
+    index = make_index(params["indexer"], x, latents.q_latent, latents.angles, TORCH)
     everything = Selected(TORCH.select(*index, None, STEPS))
     y, _, _ = attn_dsa({k: v for k, v in params.items() if k != "indexer"}, x, selected=everything, topk=4, **SIZES)
     torch.testing.assert_close(y, attn_mla(params, x, **SIZES), rtol=1e-10, atol=1e-12)
@@ -201,7 +201,7 @@ def kl_loop(params, x, chosen):
                 + latents.q[b, s, :, 6:] @ latents.keys[b, keys][:, 14:].T
             )
             target = (raw / math.sqrt(10)).softmax(-1).mean(0).detach()
-            index = make_index(params["indexer"], x.detach(), latents.q_latent.detach(), None, 4, THETA, REFERENCE)
+            index = make_index(params["indexer"], x.detach(), latents.q_latent.detach(), latents.angles, REFERENCE)
             active = torch.relu(index.q[b, s] @ index.k[b, keys].T) * index.weights[b, s][:, None]
             total = total + (target * (target.log() - (active.sum(0) / math.sqrt(18)).log_softmax(0))).sum()
     return total
@@ -262,7 +262,7 @@ def test_an_indexer_that_serves_several_layers_learns_from_their_mean(params):
 
     def slow(tree):
         latents = project(tree, x, None, THETA, EPS, REFERENCE)
-        index = make_index(tree["indexer"], x, latents.q_latent.detach(), None, 4, THETA, REFERENCE)
+        index = make_index(tree["indexer"], x, latents.q_latent.detach(), latents.angles, REFERENCE)
         chosen = REFERENCE.select(*index, DOCUMENTS, 4)
         teachers = [teacher(params, x), teacher(shared, later)]
         return REFERENCE.index_loss(teachers, *index, chosen, DOCUMENTS, DOCUMENTS != 0, 10**-0.5), None

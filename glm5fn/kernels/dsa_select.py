@@ -26,12 +26,15 @@ def select_in_chunks(q: Tensor, k: Tensor, weights: Tensor, segments: Tensor | N
         group = max(1, held(q.device) // (steps * heads * k.shape[1]))
         for row in range(0, rows, group):
             some = slice(row, row + group)
+            own, keys = q[some], k[some]
             documents = None if segments is None else segments[some]
-            mask = allowed(documents, before, k.shape[1], q.device).expand(len(q[some]), -1, -1)
+            mask = None
+            if steps > 1 or documents is not None or k.shape[1] <= topk:  # else every key is allowed
+                mask = allowed(documents, before, k.shape[1], q.device).expand(len(own), -1, -1)
             if k.shape[1] > topk:
-                scores = (upcast(q[some]).flatten(1, 2) @ upcast(k[some]).mT).relu_().unflatten(1, (steps, heads))
+                scores = (upcast(own).flatten(1, 2) @ upcast(keys).mT).relu_().view(-1, steps, heads, k.shape[1])
                 scores = (upcast(weights[some])[:, :, None] @ scores)[:, :, 0].mul_(scale)
-                mask = best(scores.masked_fill_(~mask, -math.inf), topk)
+                mask = best(scores if mask is None else scores.masked_fill_(~mask, -math.inf), topk)
             pack(mask.flatten(0, 1), chosen[some].flatten(0, 1))
         return chosen
     for row in range(rows):
@@ -107,6 +110,9 @@ def lowest_of_best(scores: Float[Tensor, "*b t"], topk: int) -> Float[Tensor, "*
 def pack(mask: Bool[Tensor, "s t"], slots: Int[Tensor, "s g"]) -> None:
     """Write the positions that a mask holds into the first slots of each query, in ascending order."""
     query, position = mask.nonzero().unbind(-1)
+    if len(position) == slots.numel():
+        slots.copy_(position.view_as(slots))
+        return
     counts = mask.sum(-1)
     first = counts.cumsum(0) - counts
     slot = torch.arange(len(query), device=mask.device) - first.index_select(0, query)

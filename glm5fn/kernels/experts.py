@@ -4,7 +4,7 @@ Either one `grouped_mm` takes all groups, which needs no word from the device, o
 the loop is the faster one (a group's rows stay in the cache), and it takes every dtype, size and stride.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..ops import apply, upcast
 from . import reference
 
 Product = Callable[[Tensor, Tensor], Tensor]
+FEW = 64  # rows of all experts, as when texts get one token more: then small operations cost more than their arithmetic
 
 
 def widened_product(a: Tensor, b: Tensor) -> Tensor:
@@ -48,10 +49,18 @@ def back(
     return times(slope, first), share_grad, times(slope.mT, rows), second_grad
 
 
-def groups(counts: Tensor, *parts: Tensor) -> Iterator[tuple[Any, ...]]:
-    """(expert, its rows of each part), in the order of experts."""
-    sizes = counts.tolist()
-    yield from zip(range(len(sizes)), *(part.split(sizes) for part in parts), strict=True)
+def groups(sizes: Sequence[int], *parts: Tensor) -> Iterator[tuple[Any, ...]]:
+    """(expert, its rows of each part), in the order of the experts that have any."""
+    low = 0
+    for e, size in enumerate(sizes):
+        if size:
+            yield e, *(part[low : low + size] for part in parts)
+            low += size
+
+
+def by_group(times: Product, sizes: Sequence[int], a: Tensor, b: Tensor) -> Tensor:
+    """Each expert's rows of a by its matrix of b."""
+    return torch.cat([times(rows, b[e]) for e, rows in groups(sizes, a)])
 
 
 # Operators of torch's, since a loop over counts can be neither compiled, nor run on meta tensors, nor under vmap.
@@ -68,10 +77,12 @@ def loop_ahead(
     x: Tensor, share: Tensor, first: Tensor, second: Tensor, source: Tensor, counts: Tensor, widen: bool
 ) -> tuple[Tensor, Tensor]:
     times = widened_product if widen else torch.mm
-    total, hidden = torch.zeros_like(upcast(x)), x.new_empty(len(source), first.shape[1])
-    for e, index, scale, kept in groups(counts, source, share, hidden):
-        if not len(index):
-            continue
+    total, sizes = torch.zeros_like(upcast(x)), counts.tolist()
+    if 0 < len(source) <= FEW:
+        y, hidden = ahead(x.index_select(0, source), share, first, second, partial(by_group, times, sizes))
+        return total.index_add_(0, source, upcast(y)).type_as(x), hidden
+    hidden = x.new_empty(len(source), first.shape[1])
+    for e, index, scale, kept in groups(sizes, source, share, hidden):
         y, now = ahead(x.index_select(0, index), scale, first[e], second[e], times)
         kept.copy_(now)
         total.index_add_(0, index, upcast(y))  # a token is in a group once, so sums have one order
@@ -93,7 +104,10 @@ def loop_back(
     times = widened_product if widen else torch.mm
     total, share_grad = torch.zeros_like(upcast(x)), torch.empty_like(share)
     first_grad, second_grad = torch.empty_like(first), torch.empty_like(second)
-    for e, index, scale, kept, slope in groups(counts, source, share, hidden, share_grad):
+    sizes = counts.tolist()
+    for e in (e for e, size in enumerate(sizes) if not size):
+        first_grad[e], second_grad[e] = 0, 0
+    for e, index, scale, kept, slope in groups(sizes, source, share, hidden, share_grad):
         rows, slopes = x.index_select(0, index), grad.index_select(0, index)
         row_grad, now, first_grad[e], second_grad[e] = back(slopes, rows, scale, kept, first[e], second[e], times)
         slope.copy_(now)
@@ -123,7 +137,7 @@ class Loop(torch.autograd.Function):
         first: Tensor,
         second: Tensor,
         source: Tensor,
-        place: Tensor,
+        order: Tensor,
         counts: Tensor,
         widen: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -152,26 +166,29 @@ class Grouped(Loop):
         first: Tensor,
         second: Tensor,
         source: Tensor,
-        place: Tensor,
+        order: Tensor,
         counts: Tensor,
         widen: bool,
     ) -> tuple[Tensor, Tensor]:
         times = partial(F.grouped_mm, offs=counts.cumsum(0, dtype=torch.int32))
         y, hidden = ahead(x.index_select(0, source), share, first, second, times)
-        return home(y, place), hidden
+        return home(y, order, len(x)), hidden
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, share, first, second, source, place, counts, hidden = ctx.saved_tensors
+        x, share, first, second, source, order, counts, hidden = ctx.saved_tensors
         times = partial(F.grouped_mm, offs=counts.cumsum(0, dtype=torch.int32))
         rows, slopes = x.index_select(0, source), grad.index_select(0, source)
         row_grad, *grads = back(slopes, rows, share, hidden, first, second, times)
-        return home(row_grad, place), *grads, None, None, None, None
+        return home(row_grad, order, len(x)), *grads, None, None, None, None
 
 
-def home(rows: Float[Tensor, "m d"], place: Int[Tensor, "n a"]) -> Float[Tensor, "n d"]:
+def home(rows: Float[Tensor, "m d"], order: Int[Tensor, "m"], tokens: int) -> Float[Tensor, "n d"]:
     """Add up each token's rows, in at least fp32 and always in the same order."""
-    first, *others = place.unbind(1)
+    if not tokens:
+        return rows
+    place = torch.zeros_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+    first, *others = place.view(tokens, -1).unbind(1)
     total = upcast(rows.index_select(0, first))
     for index in others:
         total.add_(rows.index_select(0, index))
@@ -192,9 +209,8 @@ def sort_experts(
     counts = slots.new_zeros(len(gate_up)).scatter_add(0, slots, torch.ones_like(slots))
     order = slots.argsort(stable=True)
     source = order // chosen.shape[1]
-    place = torch.zeros_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
     share = weights.flatten().index_select(0, order)
-    return function(x, share, gate_up.flatten(1, 2), down, source, place.view_as(chosen), counts, widen)[0]
+    return function(x, share, gate_up.flatten(1, 2), down, source, order, counts, widen)[0]
 
 
 def experts(
