@@ -249,17 +249,14 @@ GLM5_RUN = RunConfig(
     precision="bf16",
     recompute="layer",
 )
-GLM4 = RunConfig(
+GLM4 = replace(
+    GLM5_RUN,
     name="glm4-9b",
     model=MODELS["glm4-9b"],
-    layout=LAYOUTS["fsdp"],
     mesh=MeshConfig(dp_shard=8),
     data=DataConfig(seq_len=8192, global_batch=64, micro_batch=1),
     optim=OptimConfig(lr=1.25e-6, min_lr=1.25e-7, warmup_steps=100, decay_steps=10000, weight_decay=0.1, clip=1.0),
-    checkpoint=CheckpointConfig(every=500),
-    steps=10000,
-    precision="bf16",
-    recompute="layer",
+    indexer=IndexerConfig(),
 )
 
 CHAT = str(Path(__file__).parent / "examples" / "chat")
@@ -294,5 +291,9 @@ GRIDS = {
     "dsa-cp2": ("dsa-tiny", MeshConfig(cp=2)),
     "glm5-dp2-ep2": ("glm5-tiny", MeshConfig(dp_shard=2, ep=2)),
     "glm5-cp2-ep2": ("glm5-tiny", MeshConfig(cp=2, ep=2)),
+    "dense-tp2": ("dense-tiny", MeshConfig(tp=2)),
+    "glm5-tp2": ("glm5-tiny", MeshConfig(tp=2)),
+    "glm4-9b-tp2": ("glm4-9b", MeshConfig(dp_shard=4, tp=2)),
+    "glm4-32b-tp2": ("glm4-32b", MeshConfig(dp_shard=16, tp=2)),  # as many as there are key and value heads
 }
 RUNS |= {name: replace(RUNS[base], name=name, mesh=mesh) for name, (base, mesh) in GRIDS.items()}

@@ -16,12 +16,12 @@ class Documents(NamedTuple):
     """Where tokens stand.
 
     positions: for RoPE; 0, 1, ... if None. segments: of all keys; a token attends inside its own only. real: the tokens
-    that count for the experts' load and the indexers' loss; all if None.
+    that count for the experts' load and the indexers' loss, of this rank's part of them; all if None.
     """
 
     positions: Int[Tensor, "b s"] | None = None
     segments: Int[Tensor, "b t"] | None = None
-    real: Bool[Tensor, "b s"] | None = None
+    real: Bool[Tensor, "b r"] | None = None
 
 
 class Further(NamedTuple):
@@ -33,7 +33,7 @@ class Further(NamedTuple):
 
     tokens: Int[Tensor, "b s"]
     targets: Int[Tensor, "b s"]
-    real: Bool[Tensor, "b s"]
+    real: Bool[Tensor, "b r"]
 
 
 class Prepared(NamedTuple):
@@ -42,7 +42,7 @@ class Prepared(NamedTuple):
     tokens: Int[Tensor, "b s"]
     targets: Int[Tensor, "b s"]
     where: Documents
-    begins: Bool[Tensor, "b s"]
+    begins: Bool[Tensor, "b r"]
     further: tuple[Further, ...]
 
 
@@ -68,13 +68,15 @@ def prepare(batch: Mapping[str, Tensor], depths: int, comm: Comm) -> Prepared:
     for depth in range(1, depths + 1):
         inside = real & (documents == ahead(documents, depth, 0))
         wanted = ahead(targets, depth, IGNORE).masked_fill(~inside, IGNORE)
-        further.append(Further(*map(comm.mine, (ahead(tokens, depth, 0), wanted, inside))))
+        found = Further(*map(comm.mine, (ahead(tokens, depth, 0), wanted, inside)))
+        further.append(found._replace(real=comm.own(found.real)))
     where = Documents(
         positions=None if positions is None else comm.mine(positions),
         segments=segments,
-        real=None if segments is None else comm.mine(real),
+        real=None if segments is None else comm.own(comm.mine(real)),
     )
-    return Prepared(comm.mine(tokens), comm.mine(targets), where, comm.mine(real & (places == 0)), tuple(further))
+    begins = comm.own(comm.mine(real & (places == 0)))
+    return Prepared(comm.mine(tokens), comm.mine(targets), where, begins, tuple(further))
 
 
 def ahead(values: Int[Tensor, "b t"], depth: int, fill: int) -> Int[Tensor, "b t"]:

@@ -79,7 +79,7 @@ def block(
     def norm(x: Tensor, name: str) -> Tensor:
         return kernels.rms_norm(x, params[name], cfg.rms_norm_eps)
 
-    normed = norm(x, "attn_norm")
+    normed = comm.enter(norm(x, "attn_norm"))
     if cfg.attention == "gqa":
         y = attn_gqa(
             params["attn"],
@@ -123,13 +123,14 @@ def block(
             comm=comm,
             kernels=kernels,
         )
+    y = comm.leave(y)
     x = x + (norm(y, "attn_post_norm") if cfg.post_norms else y)
     normed = norm(x, "ffn_norm")
     if "router" in params["ffn"]:
         y, routed = moe_of(params["ffn"], normed, where, cfg, terms.router, comm, kernels)
         found |= routed
     else:
-        y = mlp(params["ffn"], normed, kernels=kernels)
+        y = comm.leave(mlp(params["ffn"], comm.enter(normed), kernels=kernels))
     return Passed(x + (norm(y, "ffn_post_norm") if cfg.post_norms else y), selected, found)
 
 

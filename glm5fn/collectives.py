@@ -1,16 +1,22 @@
 """The exchanges of model code on a rank grid, with their gradients."""
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from .comm import Comm, Span, Tree, local
+from .comm import Comm, Span, Tree, Vocab, local
 from .fetch import Started, finish, start
 from .mesh import Grid
 from .ops import upcast
@@ -32,20 +38,45 @@ def comm_for(grid: Grid | None, dtype: torch.dtype, grad_dtype: torch.dtype) -> 
         dist.all_reduce(value)
         return value
 
-    ranks = grid.rows.size()
-    order = chunk_order(ranks, grid.balanced)
-    return Comm(
+    rows, tp = grid.rows, grid.heads
+    order = chunk_order(rows.size(), grid.balanced)
+    alone = Comm(
         begin=begin,
         fetch=fetch,
         sum=total,
-        split=ranks,
-        parts=len(order) * len(order[0]),
-        mine=lambda values: own_part(values, order, grid.rows),
-        gather=lambda *parts: gather_tokens(parts, order, grid.rows),
-        spans=lambda steps: spans_of(steps, order, grid.rows),
-        experts=lambda kernel, *inputs: exchange_experts(kernel, *inputs, mesh=grid.expert["ep"]),
-        first=grid.rows.get_local_rank() == 0,
+        tp=tp.size(),
+        first=rows.get_local_rank() == tp.get_local_rank() == 0,
+        experts=experts_on(grid, cut=False),
+        leave=lambda y: move(y, tp, Partial(), Replicate(), Replicate()),
+        embed=lambda table, tokens: alone.leave(look_up(table, tokens, tp)),
+        token_loss=lambda kernel, *inputs: loss_share(kernel, *inputs, mesh=tp),
+        logits=lambda logits: move(logits, tp, Shard(logits.dim() - 1), Replicate(), Partial()),
     )
+    cut = replace(
+        alone,
+        uncut=alone,
+        split=rows.size() * tp.size(),
+        parts=parts_of(order, tp.size()),
+        mine=lambda values: own_part(values, order, rows),
+        gather=lambda *parts: gather_tokens(parts, order, rows),
+        spans=lambda steps: spans_of(steps, order, rows),
+        experts=experts_on(grid),
+        own=lambda values: values.chunk(tp.size(), 1)[tp.get_local_rank()],
+        enter=lambda x: move(x, tp, Shard(1), Replicate(), Partial()),
+        leave=lambda y: move(y, tp, Partial(), Shard(1), Shard(1)),
+        own_spans=lambda steps: spans_within(spans_of(steps, order, rows), steps, tp),
+        embed=lambda table, tokens: cut.leave(look_up(table, tokens, tp)),
+        all_heads=lambda queries: heads_for_tokens(queries, tp),
+    )
+    return cut
+
+
+def move(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, grad: Placement) -> Tensor:
+    """A local tensor, given as `source` says, wanted as `target` says; its gradient comes as `grad` says."""
+    if mesh.size() == 1:
+        return x
+    placed = DTensor.from_local(x.contiguous(), mesh, [source], run_check=False)
+    return placed.redistribute(placements=[target]).to_local(grad_placements=[grad])
 
 
 # --- the tokens of a row, cut over the ranks that share it ---
@@ -60,6 +91,11 @@ def chunk_order(ranks: int, balanced: bool) -> Order:
     ([(0, 3), (1, 2)], [(0,), (1,)])
     """
     return [(rank, 2 * ranks - 1 - rank) if balanced and ranks > 1 else (rank,) for rank in range(ranks)]
+
+
+def parts_of(order: Order, tp: int) -> int:
+    """Into how many equal parts a row must be cut, so that each rank has chunks of one size, and tp a part of them."""
+    return len(order) * math.lcm(len(order[0]), tp)
 
 
 def own_part(values: Tensor, order: Order, mesh: DeviceMesh) -> Tensor:
@@ -84,13 +120,77 @@ def gather_tokens(parts: Sequence[Tensor], order: Order, mesh: DeviceMesh) -> tu
     return torch.cat([chunks[number] for number in sorted(numbers)], 1).split([part.shape[-1] for part in parts], -1)
 
 
-def move(x: Tensor, mesh: DeviceMesh, source: Shard, target: Replicate, grad: Partial) -> Tensor:
-    """A local tensor, given as `source` says, wanted as `target` says; its gradient comes as `grad` says."""
-    placed = DTensor.from_local(x.contiguous(), mesh, [source], run_check=False)
-    return placed.redistribute(placements=[target]).to_local(grad_placements=[grad])
+# --- the heads and token ids of a block, cut over the ranks that compute the same tokens ---
+
+
+def spans_within(spans: Sequence[Span], steps: int, mesh: DeviceMesh) -> tuple[Span, ...]:
+    """Where the part of a rank stands, of tokens that stand so."""
+    size = steps // mesh.size()
+    start = mesh.get_local_rank() * size
+    met = [(max(span.low, start), min(span.high, start + size), span) for span in spans]
+    return tuple(Span(low - start, high - start, span.end + high - span.high) for low, high, span in met if low < high)
+
+
+def heads_for_tokens(queries: Float[Tensor, "b s h e"], mesh: DeviceMesh) -> Float[Tensor, "b r h e"]:
+    """Some heads of all tokens -> all heads of this rank's part of them."""
+    if mesh.size() == 1:
+        return queries
+    sent = rearrange(queries.detach(), "b (n r) h e -> n b r h e", n=mesh.size()).contiguous()
+    sizes = [1] * mesh.size()
+    received = functional.wait_tensor(functional.all_to_all_single(sent, sizes, sizes, mesh))
+    return rearrange(received, "n b r h e -> b r (n h) e")
+
+
+def look_up(table: Float[Tensor, "v d"], tokens: Int[Tensor, "b s"], mesh: DeviceMesh) -> Float[Tensor, "b s d"]:
+    """The embeddings that are among this rank's rows of the table, and zeros."""
+    if mesh.size() == 1:
+        return F.embedding(tokens, table)
+    rows = tokens - mesh.get_local_rank() * len(table)
+    missing = (rows < 0) | (rows >= len(table))
+    return F.embedding(rows.masked_fill(missing, 0), table).masked_fill(missing[..., None], 0.0)
+
+
+def loss_share(kernel: Callable[..., Tensor], *inputs: Tensor, mesh: DeviceMesh) -> Float[Tensor, ""]:
+    """The kernel's loss of x, head and targets, of which each rank has some rows of the head: its share."""
+    if mesh.size() == 1:
+        return kernel(*inputs)
+
+    def over_ranks(values: Tensor, operation: Any) -> Tensor:
+        values = values.clone()
+        dist.all_reduce(values, operation, group=mesh.get_group())
+        return values
+
+    highest, total = (partial(over_ranks, operation=kind) for kind in (dist.ReduceOp.MAX, dist.ReduceOp.SUM))
+    vocab = Vocab(mesh.get_local_rank() * len(inputs[1]), highest, total)
+    return Share.apply(kernel(*inputs, vocab), mesh.size())
+
+
+class Share(torch.autograd.Function):
+    """A rank's share of what so many have alike. The sum over ranks of all that is made of it has its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, ranks: int) -> Tensor:
+        return value / ranks
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 # --- tokens to their experts and back ---
+
+
+def experts_on(grid: Grid, cut: bool = True, **how: Any) -> Callable[..., Tensor]:
+    """`exchange_experts` on a grid, on which all ranks of tp may have a part of each expert. cut: and of the tokens."""
+    exchange, tp = partial(exchange_experts, mesh=grid.expert["ep"], **how), grid.expert["tp"]
+    here = Shard(0) if cut else Replicate()
+
+    def experts(kernel: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        *tokens, gate_up, down = inputs
+        tokens = [move(part, tp, here, Replicate(), Partial()) for part in tokens]
+        return move(exchange(kernel, *tokens, gate_up, down), tp, Partial(), here, here)
+
+    return experts
 
 
 def exchange_experts(

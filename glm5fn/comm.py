@@ -1,10 +1,11 @@
 """`Comm`: the exchanges that model code may ask for. `local()` is the identity, for one rank."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .tree import tree_map
@@ -28,14 +29,24 @@ class Comm:
     fp32; their gradients take the way back. begin: starts it, and gives what fetch takes as third argument.
     sum: a plain tensor summed over all ranks, without gradient.
     split: how many ranks share the tokens of a row. parts: into how many equal parts a row must be cut for them.
-    mine: [b, t, ...] -> [b, s, ...], this rank's tokens of each row.
+    mine: [b, t, ...] -> [b, s, ...], the tokens of each row that this rank's blocks compute.
     gather: tensors of one dtype [b, s, ...] -> each [b, t, ...], of all tokens in their order, in one exchange; the
     gradients of all ranks are summed on the way back.
-    spans: s -> where this rank's tokens stand.
+    spans: s -> where these tokens stand.
     first: whether this rank is the first of those that share its rows.
     past: how many tokens stand before these, whose keys are kept, as those of these will be; None if none are.
     experts: (the kernel, x [n, d], chosen [n, a], weights [n, a], this rank's gate_up and down) -> [n, d], as the
     kernel on all experts; every rank must call it, with tokens or without.
+
+    tp: how many ranks compute the same tokens, each with heads, hidden dims and token ids of its own. What stands
+    between their blocks each of them has a part of: what it does there is its share of a sum over ranks, and so are the
+    gradients of all parameters that they have alike.
+    own: [b, s, ...] -> [b, r, ...], its part. enter: [b, r, d] -> [b, s, d]. leave: a share of [b, s, d] -> of the sum
+    [b, r, d]. own_spans: s -> where its part stands.
+    embed: (this rank's rows of the table, tokens [b, s]) -> [b, r, d].
+    token_loss: (the kernel, x [n, d], this rank's rows of the head, targets [n]) -> its share of the loss.
+    logits: [*b, v] of this rank's rows of the head -> of all of them.
+    all_heads: [b, s, h, e] of this rank's heads -> [b, r, h, e] of all heads, without gradient.
     """
 
     fetch: Callable[..., Tree]
@@ -49,10 +60,31 @@ class Comm:
     experts: Callable[..., Tensor] = lambda kernel, *inputs: kernel(*inputs)
     first: bool = True
     past: int | None = None
+    tp: int = 1
+    own: Callable[[Tensor], Tensor] = lambda values: values
+    enter: Callable[[Tensor], Tensor] = lambda x: x
+    leave: Callable[[Tensor], Tensor] = lambda y: y
+    own_spans: Callable[[int], tuple[Span, ...]] = lambda steps: (Span(0, steps, steps),)
+    embed: Callable[[Tensor, Tensor], Tensor] = lambda table, tokens: F.embedding(tokens, table)
+    token_loss: Callable[..., Tensor] = lambda kernel, *inputs: kernel(*inputs)
+    logits: Callable[[Tensor], Tensor] = lambda logits: logits
+    all_heads: Callable[[Tensor], Tensor] = lambda queries: queries
+    uncut: "Comm | None" = None
 
     def alone(self) -> "Comm":
         """The exchanges for tokens that each of the ranks that share a row has all of."""
-        return replace(self, split=1, parts=1, mine=LOCAL.mine, gather=LOCAL.gather, spans=LOCAL.spans)
+        return self if self.uncut is None else self.uncut
+
+
+class Vocab(NamedTuple):
+    """The part of the token ids that a rank computes. first: the lowest of them.
+
+    highest, total: the maximum, and the sum, of each element over the ranks that have the parts.
+    """
+
+    first: int
+    highest: Callable[[Tensor], Tensor]
+    total: Callable[[Tensor], Tensor]
 
 
 def local(dtype: torch.dtype | None = None) -> Comm:

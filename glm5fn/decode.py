@@ -44,13 +44,13 @@ class Cache(NamedTuple):
         return self._replace(kept=tree_map(lambda part: part[rows], self.kept), segments=self.segments[rows])
 
 
-def cache_dims(cfg: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+def cache_dims(cfg: ModelConfig, layer: int, tp: int = 1) -> dict[str, tuple[int, ...]]:
     """What a layer keeps of each token: keys and values, or one latent with its rotated dims; the keys of an indexer.
 
-    The layers behind the last one are those of multi-token prediction.
+    The layers behind the last one are those of multi-token prediction. tp: how many ranks share the heads.
     """
     if cfg.attention == "gqa":
-        size = (cfg.num_key_value_heads, cfg.head_dim)
+        size = (cfg.num_key_value_heads // tp, cfg.head_dim)
         return {"k": size, "v": size}
     found: dict[str, tuple[int, ...]] = {"latent": (cfg.kv_lora_rank + cfg.qk_rope_head_dim,)}
     indexed = "indexer" in block_specs(cfg, layer)["attn"]
@@ -70,15 +70,16 @@ def init_cache(
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
     layers: Sequence[int] | None = None,
+    tp: int = 1,
 ) -> Cache:
     """A cache without tokens, with room for so many in each row; it grows where more come.
 
-    layers: those of the model, when absent.
+    layers: those of the model, when absent. tp: how many ranks share the heads.
     """
     kept = {
         str(layer): {
             name: torch.empty(rows, room, *size, dtype=dtype, device=device)
-            for name, size in cache_dims(cfg, layer).items()
+            for name, size in cache_dims(cfg, layer, tp).items()
         }
         for layer in (range(cfg.num_hidden_layers) if layers is None else layers)
     }
@@ -161,8 +162,8 @@ def advance(
     def comm_of(layer: int) -> Comm:
         return keeping(comm, cache.kept[str(layer)], past)
 
-    x = trunk(params, comm.mine(tokens), cfg, where, engine, comm_of).x
-    return comm.gather(x)[0], cache
+    x = trunk(params, comm.mine(tokens), cfg, where, replace(engine, comm=comm), comm_of).x
+    return comm.gather(comm.enter(x))[0], cache
 
 
 @torch.no_grad()
@@ -193,7 +194,7 @@ def prefill(
 
 
 def logits_of(params: Params, x: Float[Tensor, "*b d"], cfg: ModelConfig, engine: Engine) -> Float[Tensor, "*b v"]:
-    return engine.kernels.linear(x, head_weight(params, cfg, engine))
+    return engine.logits(x, head_weight(params, cfg, engine))
 
 
 def trim(cache: Cache, dropped: Int[Tensor, "b"]) -> Cache:

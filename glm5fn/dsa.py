@@ -140,7 +140,7 @@ def attn_dsa(
     latents = project(params, x, positions, theta, eps, kernels)
     nope, rank = nope_dim(params), params["kv_a_norm"].shape[0]
     scale = latents.q.shape[-1] ** -0.5
-    spans, total = comm.spans(x.shape[1]), (comm.past or 0) + x.shape[1] * comm.split
+    spans, total = comm.spans(x.shape[1]), (comm.past or 0) + x.shape[1] * comm.split // comm.tp
     sparse = total > topk and not dense
     keys, index = latents.keys, None
     if "indexer" in params:
@@ -168,16 +168,21 @@ def attn_dsa(
     kl, index = None, selected.index
     if index is not None:
         folded = absorb(params, latents.q) if folded is None else folded
-        selected = selected._replace(teachers=(*selected.teachers, (folded.detach(), keys.detach())))
+        teacher = comm.all_heads(folded.detach()), keys.detach()
+        selected = selected._replace(teachers=(*selected.teachers, teacher))
         if ends:
-            kl = index_loss(selected, index, segments, real, scale, spans, kernels)
+            index = index._replace(q=comm.own(index.q), weights=comm.own(index.weights))
+            chosen = None if selected.chosen is None else comm.own(selected.chosen)
+            own = comm.own_spans(x.shape[1])
+            kl = index_loss(selected.teachers, index, chosen, segments, real, scale, own, kernels)
             selected = Selected(selected.chosen)
     return Sparse(merge(params, y, kernels), selected, kl)
 
 
 def index_loss(
-    selected: Selected,
+    teachers: Sequence[tuple[Tensor, Tensor]],
     index: Index,
+    chosen: Int[Tensor, "b s g"] | None,
     segments: Int[Tensor, "b t"] | None,
     real: Bool[Tensor, "b s"] | None,
     scale: float,
@@ -185,13 +190,12 @@ def index_loss(
     kernels: Kernels,
 ) -> Float[Tensor, ""]:
     """What an indexer learns from its teachers, summed over this rank's real queries."""
-    queries, keys = zip(*selected.teachers, strict=True)
+    queries, keys = zip(*teachers, strict=True)
     count = len(queries)
 
     def summed(q: Tensor, weights: Tensor, chosen: Tensor | None, real: Tensor | None, *rest: Tensor) -> Tensor:
         (*queries, k, segments), keys = rest[: count + 2], rest[count + 2 :]
-        teachers = list(zip(queries, keys, strict=True))
-        return kernels.index_loss(teachers, q, k, weights, chosen, segments, real, scale)
+        return kernels.index_loss(list(zip(queries, keys, strict=True)), q, k, weights, chosen, segments, real, scale)
 
-    own = (index.q, index.weights, selected.chosen, real, *queries)
+    own = (index.q, index.weights, chosen, real, *queries)
     return over_spans(summed, spans, own, (index.k, segments, *keys))

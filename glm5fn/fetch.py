@@ -24,13 +24,15 @@ ALIGNED = 16  # bytes at a multiple of which each tensor begins, whatever its dt
 class Part:
     """One tensor of an exchange. size: what a block gets. dim: which of its dims is cut over the ranks, -1 for none.
 
-    step: the size of the largest cut, as which each is sent. dtype: that a block computes in.
+    step: the size of the largest cut, as which each is sent. dtype: that a block computes in. shared: whether all ranks
+    of tp get the same, and each a share of its gradient.
     """
 
     size: tuple[int, ...]
     dim: int
     step: tuple[int, ...]
     dtype: torch.dtype
+    shared: bool
 
     @classmethod
     def of(cls, tensor: DTensor, dtype: torch.dtype) -> "Part":
@@ -42,7 +44,8 @@ class Part:
                 size[placed.dim] //= mesh.size(axis)
         dim = first.dim if isinstance(first, Shard) and mesh.size(0) > 1 else -1
         step = [cut(n, mesh.size(0), 0)[1] if i == dim else n for i, n in enumerate(size)]
-        return cls(tuple(size), dim, tuple(step), dtype)
+        shared = mesh.size(mesh.ndim - 1) > 1 and not isinstance(others[-1], Shard)
+        return cls(tuple(size), dim, tuple(step), dtype, shared)
 
     @property
     def room(self) -> int:
@@ -130,10 +133,15 @@ class Exchange:
             self.sum_copies(flat)
             for i, piece in zip(whole, flat.split([wide[i].numel() for i in whole]), strict=True):
                 found[i] = piece.view(self.parts[i].size)
+        if shared := [i for i, part in enumerate(self.parts) if part.shared]:
+            flat = torch.cat([found[i].flatten() for i in shared])
+            dist.all_reduce(flat, group=self.mesh.get_group(self.mesh.ndim - 1))
+            for i, piece in zip(shared, flat.split([found[i].numel() for i in shared]), strict=True):
+                found[i] = piece.view(found[i].shape)
         return [found[i] for i in range(len(wide))]
 
     def sum_copies(self, flat: Tensor) -> None:
-        copies = self.mesh.ndim - 1
+        copies = self.mesh.ndim - 2
         if self.mesh.size(copies) > 1:
             dist.all_reduce(flat, group=self.mesh.get_group(copies))
 

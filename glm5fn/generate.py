@@ -195,7 +195,7 @@ def begin(
 ) -> State:
     """The first token of each row, whose prompts stand at the right of so many places. like: what is computed with."""
     room += engine.comm.parts
-    cache = init_cache(cfg, len(batch), room, like.dtype, like.device)
+    cache = init_cache(cfg, len(batch), room, like.dtype, like.device, tp=engine.comm.tp)
     tokens = torch.zeros(len(batch), width, dtype=torch.long)
     real = torch.zeros(len(batch), width, dtype=torch.bool)
     for at, (row, _) in enumerate(batch):
@@ -203,7 +203,7 @@ def begin(
         real[at, width - len(row.prompt) :] = True
     tokens, mask = tokens.to(like.device), None if real.all() else real.to(like.device)
     x, cache = prefill(params, tokens, cache, cfg, engine, mask, every=drafts > 0)
-    depths = init_depths(cfg, drafts, len(batch), room, like) if drafts else None
+    depths = init_depths(cfg, drafts, len(batch), room, like, engine.comm.tp) if drafts else None
     logits = logits_of(params, x[:, -1:], cfg, engine)
     found = agree([chosen(logits[at], [], [], row, draws, sampling) for at, (row, draws) in enumerate(batch)])
     ids = tokens.new_tensor([[token.id for token in new] for new in found])

@@ -32,7 +32,8 @@ def refuse_count(mesh: MeshConfig) -> None:
     if started != str(mesh.world):
         raise ConfigError(
             f"the launcher started {started} processes, the mesh needs mesh.dp-replicate ({mesh.dp_replicate}) x "
-            f"mesh.dp-shard ({mesh.dp_shard}) x mesh.cp ({mesh.cp}) = {mesh.world}: start as many, or change the mesh"
+            f"mesh.dp-shard ({mesh.dp_shard}) x mesh.cp ({mesh.cp}) x mesh.tp ({mesh.tp}) = {mesh.world}: "
+            "start as many, or change the mesh"
         )
 
 

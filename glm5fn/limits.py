@@ -1,7 +1,7 @@
 """Which settings cannot be run, and which would change nothing."""
 
 from .config import ModelConfig
-from .settings import MeshConfig, RunConfig
+from .settings import HEADS, MeshConfig, RunConfig
 from .sources import ROWS
 from .typed import ConfigError
 
@@ -25,6 +25,10 @@ def refuse(run: RunConfig) -> None:
     need(
         all(0 < weight < float("inf") for weight in data.weights),
         f"data.weights ({', '.join(map(str, data.weights))}) must be finite and above 0",
+    )
+    need(
+        mesh.tp == 1 or {*run.layout.store.get("tp", ())} == {*HEADS},
+        f"layout.store.tp ({', '.join(run.layout.store.get('tp', ()))}) must be {', '.join(HEADS)} for mesh.tp above 1",
     )
     need(run.steps >= 1, f"steps ({run.steps}) must be at least 1")
     need(run.seed >= 0, f"seed ({run.seed}) must be at least 0")
@@ -82,7 +86,8 @@ def refuse(run: RunConfig) -> None:
 
 def mesh_faults(mesh: MeshConfig, model: ModelConfig) -> list[str]:
     """Why a model cannot be put on a grid."""
-    sizes = {f"mesh.{name.replace('_', '-')}": getattr(mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "ep")}
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
+    sizes = {f"mesh.{name.replace('_', '-')}": getattr(mesh, name) for name in names}
     if wrong := [f"{name} ({value}) must be at least 1" for name, value in sizes.items() if value < 1]:
         return wrong
     shards, experts, problems = mesh.dp_shard * mesh.cp, model.n_routed_experts, []
@@ -92,7 +97,23 @@ def mesh_faults(mesh: MeshConfig, model: ModelConfig) -> list[str]:
     if mesh.ep > 1 and (experts == 0 or experts % mesh.ep):
         must = f"must be above 0 and divide evenly over mesh.ep ({mesh.ep}): set it to a divisor"
         problems.append(f"n_routed_experts ({experts}) {must}")
-    return problems
+    over = f"must divide evenly over mesh.tp ({mesh.tp}): set it to a divisor"
+    return problems + [f"{told} {over}" for told, size in split_sizes(mesh, model).items() if size % mesh.tp]
+
+
+def split_sizes(mesh: MeshConfig, model: ModelConfig) -> dict[str, int]:
+    """The sizes that tp splits, by how they are told. Heads of keys and values too: none of them is on two ranks."""
+    routed = model.n_routed_experts > 0
+    names = {
+        "num_attention_heads": True,
+        "num_key_value_heads": model.attention == "gqa",
+        "intermediate_size": not routed or model.first_k_dense_replace > 0,
+        "moe_intermediate_size": routed and mesh.tp_experts == "ffn",
+        "vocab_size": True,
+    }
+    sizes = {f"{name} ({n})": n for name, split in names.items() if split and (n := getattr(model, name))}
+    told = " x ".join(f"{name} ({getattr(model, name)})" for name in ("n_shared_experts", "moe_intermediate_size"))
+    return sizes | ({f"{told} = {n}": n} if routed and (n := model.dims["shared_ffn"]) else {})
 
 
 def idle(run: RunConfig) -> dict[str, str]:
@@ -111,10 +132,11 @@ def idle(run: RunConfig) -> dict[str, str]:
         ),
         "checkpoint.store is safetensors": (run.checkpoint.store == "safetensors", "checkpoint.url"),
         "mesh.cp is 1": (run.mesh.cp == 1, "mesh.cp_split"),
+        "mesh.tp is 1": (run.mesh.tp == 1, "mesh.tp_experts"),
         "data.held-out is 0": (data.held_out == 0, "eval_every"),
         "the model has no experts": (
             not run.model.n_routed_experts,
-            "router.bias_rate router.balance_coef router.z_coef",
+            "router.bias_rate router.balance_coef router.z_coef mesh.tp_experts",
         ),
         "no layer of the model shares keys": ("shared" not in run.model.indexers, "indexer.teacher"),
         "indexer.stage is frozen": (run.indexer.stage == "frozen", "indexer.coef indexer.teacher"),

@@ -23,9 +23,9 @@ def counts(batch: Mapping[str, Tensor], cfg: ModelConfig, comm: Comm = LOCAL) ->
     real: tokens that are not padding. documents: in each row, one without segments.
     """
     own = prepare(batch, cfg.mtp_depths, comm)
-    real = torch.ones_like(own.tokens, dtype=torch.bool) if own.where.real is None else own.where.real
-    found = {"labels": own.targets != IGNORE, "real": real, "documents": own.begins}
-    found |= {f"mtp_{d}": further.targets != IGNORE for d, further in enumerate(own.further, 1)}
+    real = torch.ones_like(own.begins) if own.where.real is None else own.where.real
+    found = {"labels": comm.own(own.targets != IGNORE), "real": real, "documents": own.begins}
+    found |= {f"mtp_{d}": comm.own(further.targets != IGNORE) for d, further in enumerate(own.further, 1)}
     return {name: part.sum() for name, part in found.items()}
 
 
@@ -52,8 +52,9 @@ def loss(
     x, terms = trunk(params, own.tokens, cfg, own.where, engine)
 
     def nll(x: Tensor, targets: Tensor, detach: bool = False) -> Tensor:
-        head = head_weight(params, cfg, engine)
-        return engine.kernels.token_loss(x.flatten(0, 1), head.detach() if detach else head, targets.flatten())
+        head, x = head_weight(params, cfg, engine), engine.comm.enter(x).flatten(0, 1)
+        head = head.detach() if detach else head
+        return engine.comm.token_loss(engine.kernels.token_loss, x, head, targets.flatten())
 
     sums = {"nll": nll(x, own.targets)}
     weights = {"nll": (1.0, "labels"), "kl": (indexer.coef, "real")}

@@ -88,17 +88,20 @@ def together(function: Callable[[], T], group: dist.ProcessGroup | None = None) 
 class Grid:
     """The ranks as what rests on them and what is exchanged sees them; fsdp is dp_shard x cp.
 
-    dense: axes (fsdp, replicate), of rows without an expert axis. expert: axes (rest, ep, replicate), of rows with one;
-    rest x ep is fsdp, so that ep takes no ranks of its own. rows: axis (cp), the ranks that share rows of tokens.
-    balanced: of how the tokens of a row are cut.
+    dense: axes (fsdp, replicate, tp), of rows without an expert axis. expert: axes (rest, ep, replicate, tp), of rows
+    with one; rest x ep is fsdp, so that ep takes no ranks of its own, and rest has those of tp too where tp does not
+    split experts. rows: axis (cp), the ranks that share rows of tokens. heads: axis (tp), those that share a block's
+    computation of the same tokens. balanced: of how the tokens of a row are cut.
 
-    Copies of the state are farthest apart in rank order, but fsdp stands before replicate: a gradient is reduced
-    axis by axis from the left, and so is scattered before what is left of it is summed over the copies.
+    Copies of the state are farthest apart in rank order and those of tp next to each other, but fsdp stands before
+    replicate: a gradient is reduced axis by axis from the left, and so is scattered before what is left of it is summed
+    over the copies.
     """
 
     dense: DeviceMesh
     expert: DeviceMesh
     rows: DeviceMesh
+    heads: DeviceMesh
     balanced: bool
 
     def of(self, row: Param) -> DeviceMesh:
@@ -114,20 +117,24 @@ def make_grid(cfg: MeshConfig, kind: str) -> Grid | None:
     # The newest torch calls two exchanges by other names, which the oldest that serves does not know.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     ranks = torch.arange(cfg.world)
-    dense = rearrange(ranks, "(replicate fsdp) -> fsdp replicate", **cfg.dense)
-    expert = rearrange(ranks, "(replicate rest ep) -> rest ep replicate", **cfg.expert)
-    rows = rearrange(ranks, "(data cp) -> data cp", cp=cfg.cp)
+    dense = rearrange(ranks, "(replicate fsdp tp) -> fsdp replicate tp", **cfg.dense)
+    tokens = {**cfg.expert, "rest": cfg.dp_shard * cfg.cp // cfg.ep}  # of rest, without the ranks of tp
+    expert = rearrange(ranks, "(replicate rest ep more tp) -> (rest more) ep replicate tp", **tokens)
+    rows = rearrange(ranks, "(data cp tp) -> (data tp) cp", cp=cfg.cp, tp=cfg.tp)
+    parameters = DeviceMesh(kind, dense.contiguous(), mesh_dim_names=tuple(cfg.dense))
     return Grid(
-        dense=DeviceMesh(kind, dense.contiguous(), mesh_dim_names=tuple(cfg.dense)),
+        dense=parameters,
         expert=DeviceMesh(kind, expert.contiguous(), mesh_dim_names=tuple(cfg.expert)),
-        rows=DeviceMesh(kind, rows.contiguous(), mesh_dim_names=("data", "cp"))["cp"],
+        rows=DeviceMesh(kind, rows.contiguous(), mesh_dim_names=("others", "cp"))["cp"],
+        heads=parameters["tp"],
         balanced=cfg.cp_split == "balanced",
     )
 
 
 def data_rank(cfg: MeshConfig) -> tuple[int, int]:
     """The number of this rank among those that read rows of their own, and how many there are."""
-    return rank() // cfg.cp, cfg.world // cfg.cp
+    share = cfg.cp * cfg.tp
+    return rank() // share, cfg.world // share
 
 
 def placements(row: Param, mesh: DeviceMesh, table: Mapping[str, tuple[str, ...]]) -> tuple[Shard | Replicate, ...]:

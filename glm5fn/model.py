@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -90,6 +89,10 @@ class Engine:
         """One tensor of the tree."""
         return self.comm.fetch({name: params[name]}, {name: specs[name]})[name]
 
+    def logits(self, x: Float[Tensor, "*b d"], head: Tensor) -> Float[Tensor, "*b v"]:
+        """Those of all token ids, by this rank's rows of the head."""
+        return self.comm.logits(self.kernels.linear(x, head))
+
     def layer(
         self,
         params: Params,
@@ -130,7 +133,7 @@ class Engine:
         params = self.comm.fetch(params, needed)
         return choose(
             params["attn"],
-            self.kernels.rms_norm(x, params["attn_norm"], cfg.rms_norm_eps),
+            self.comm.enter(self.kernels.rms_norm(x, params["attn_norm"], cfg.rms_norm_eps)),
             where.positions,
             where.segments,
             topk=cfg.index_topk,
@@ -160,7 +163,7 @@ def trunk(
     """Token ids -> hidden states after the final norm. comm_of: the exchanges of each layer, if it has its own."""
     specs, indexers = outer_specs(cfg), cfg.indexers
     terms, selected = {}, None
-    x = F.embedding(tokens, engine.fetch(params, specs, "embed"))
+    x = engine.comm.embed(engine.fetch(params, specs, "embed"), tokens)
     started = None
     for i in range(cfg.num_hidden_layers):
         ends = engine.terms.indexer.teacher == "source" or indexers[i + 1 : i + 2] != ("shared",)
@@ -207,13 +210,13 @@ def forward(
     """Token ids -> logits.
 
     segments: 0 is padding, 1.. are documents; attention stays inside each. positions: 0, 1, ... in each segment when
-    absent. how: comm, kernels, block and recompute, see `Engine`. Where ranks share rows, each has the logits of its
-    own tokens.
+    absent. how: comm, kernels, block and recompute, see `Engine`. Where ranks share rows, each has the logits of the
+    tokens that its blocks compute.
     """
     engine = Engine(**how)
     prepared = prepare(inputs(tokens, positions, segments), 0, engine.comm)
     x = trunk(params, prepared.tokens, cfg, prepared.where, engine).x
-    return engine.kernels.linear(x, head_weight(params, cfg, engine))
+    return engine.logits(engine.comm.enter(x), head_weight(params, cfg, engine))
 
 
 def inputs(tokens: Tensor, positions: Tensor | None, segments: Tensor | None) -> dict[str, Tensor]:

@@ -113,7 +113,7 @@ def moe(
     experts = params["experts"]
     inputs = x.flatten(0, 1), chosen, weights, experts["gate_up"], experts["down"]
     y = comm.experts(kernels.experts, *inputs).view_as(x)
-    return y + mlp(params["shared"], x, kernels=kernels) if "shared" in params else y
+    return y + comm.leave(mlp(params["shared"], comm.enter(x), kernels=kernels)) if "shared" in params else y
 
 
 def load(chosen: Int[Tensor, "b s a"], experts: int, real: Bool[Tensor, "b s"] | None = None) -> Int[Tensor, "e"]:
@@ -146,7 +146,7 @@ def balance_loss(
     """
     scores, topk = routing.scores, routing.chosen.shape[-1]
     kept = torch.ones_like(scores[..., :1]) if real is None else real[..., None].type_as(scores)
-    scores, kept = comm.gather(scores, kept)
+    scores, kept = comm.gather(comm.enter(scores), comm.enter(kept))
     rows, steps, experts = scores.shape
     picked = torch.zeros_like(scores).scatter(-1, best(scores, topk), 1.0) * kept
     shares = scores / (scores.sum(-1, keepdim=True) + TINY) * kept

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -61,7 +60,7 @@ def joined(
     def normed(values: Tensor, name: str) -> Tensor:
         return engine.kernels.rms_norm(values, engine.fetch(weights, specs, name), cfg.rms_norm_eps)
 
-    embedded = F.embedding(tokens, engine.fetch(params, outer_specs(cfg), "embed"))
+    embedded = engine.comm.embed(engine.fetch(params, outer_specs(cfg), "embed"), tokens)
     both = torch.cat((normed(embedded, "embed_norm"), normed(x, "hidden_norm")), -1)
     return engine.kernels.linear(both, engine.fetch(weights, specs, "join"))
 
@@ -82,5 +81,8 @@ def forward_mtp(
     prepared = prepare(inputs(tokens, positions, segments), cfg.mtp_depths, engine.comm)
     x = trunk(params, prepared.tokens, cfg, prepared.where, engine).x
     head = head_weight(params, cfg, engine)
-    further = [engine.kernels.linear(d.x, head) for d in depths(params, x, cfg, prepared, engine)]
-    return engine.kernels.linear(x, head), further
+    main, *further = (
+        engine.logits(engine.comm.enter(states), head)
+        for states in (x, *(depth.x for depth in depths(params, x, cfg, prepared, engine)))
+    )
+    return main, further

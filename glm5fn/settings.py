@@ -27,9 +27,11 @@ class Layout:
     store: Mapping[str, tuple[str, ...]]
 
 
-# The tensor axes that may be cut to store a part on each rank, and what rests so.
+# The tensor axes that may be cut to store a part on each rank, those of which each rank computes a part, and what rests
+# so.
 WIDE = ("embed", "q_rank", "kv_rank")
-FSDP = Layout(store={"fsdp": WIDE, "ep": ("expert",), "rest": WIDE})
+HEADS = ("heads", "kv_heads", "ffn", "shared_ffn", "expert_ffn", "vocab")
+FSDP = Layout(store={"fsdp": WIDE, "ep": ("expert",), "rest": WIDE, "tp": HEADS})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +41,26 @@ class MeshConfig:
     dp_replicate: int = 1  # whole copies of the state
     dp_shard: int = 1  # parts that one copy of the state is cut into, with rows of their own
     cp: int = 1  # ranks that share rows; each copy of the state is cut over them too
+    tp: int = 1  # ranks that share the heads, hidden dims and vocabulary of a block, and the rows that it computes
     ep: int = 1  # parts that the experts of a layer are split into; divides dp_shard x cp
     cp_split: Literal["balanced", "contiguous"] = "balanced"  # a rank's part of a row: of both its ends, or one piece
+    tp_experts: Literal["tokens", "ffn"] = "tokens"  # what tp splits of experts: who asks them, or their hidden dim
 
     @property
     def world(self) -> int:
-        return self.data_ranks * self.cp
+        return self.data_ranks * self.cp * self.tp
 
     @property
     def dense(self) -> dict[str, int]:
         """The mesh of rows without an expert axis."""
-        return {"fsdp": self.dp_shard * self.cp, "replicate": self.dp_replicate}
+        return {"fsdp": self.dp_shard * self.cp, "replicate": self.dp_replicate, "tp": self.tp}
 
     @property
     def expert(self) -> dict[str, int]:
-        """The mesh of rows with one."""
-        return {"rest": self.dp_shard * self.cp // self.ep, "ep": self.ep, "replicate": self.dp_replicate}
+        """The mesh of rows with one. Where tp splits tokens, experts rest on its ranks as on any others."""
+        inside = self.tp if self.tp_experts == "ffn" else 1
+        rest = self.dp_shard * self.cp * self.tp // inside // self.ep
+        return {"rest": rest, "ep": self.ep, "replicate": self.dp_replicate, "tp": inside}
 
     @property
     def data_ranks(self) -> int:

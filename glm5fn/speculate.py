@@ -36,10 +36,10 @@ class Depths(NamedTuple):
         return Depths(tuple(cache.of(rows) for cache in self.caches), carried)
 
 
-def init_depths(cfg: ModelConfig, drafts: int, rows: int, room: int, like: Tensor) -> Depths:
+def init_depths(cfg: ModelConfig, drafts: int, rows: int, room: int, like: Tensor, tp: int) -> Depths:
     """For so many drafts, of a model that has multi-token prediction; depths in excess of its weight sets share one."""
     layers = [cfg.num_hidden_layers + depth % cfg.num_nextn_predict_layers for depth in range(drafts)]
-    made = (init_cache(cfg, rows, room + drafts, like.dtype, like.device, [layer]) for layer in layers)
+    made = (init_cache(cfg, rows, room + drafts, like.dtype, like.device, [layer], tp) for layer in layers)
     return Depths(tuple(made), None)
 
 
@@ -105,6 +105,7 @@ def advance_depth(
     """The states of the depth before, and the tokens further ahead -> the states of this one, and its cache."""
     number = depth % cfg.num_nextn_predict_layers
     layer, weights, comm = cfg.num_hidden_layers + number, params["mtp"][str(number)], engine.comm.alone()
+    engine = replace(engine, comm=comm)
     norm, found = engine.fetch(weights, mtp_specs(cfg, layer), "norm"), []
     for start in range(0, x.shape[1], CHUNK):
         part = slice(start, start + CHUNK)

@@ -7,6 +7,7 @@ from training import RUN, numbers, text, train
 
 from configs import RUNS
 from glm5fn.command import parse
+from glm5fn.settings import dump
 
 DP2 = ["--config", "dense-dp2"]
 
@@ -162,13 +163,42 @@ def test_batches_and_meshes_that_do_not_divide_are_refused_with_the_equation(ref
     assert equation in refuse(*DP2, *argv.split())
 
 
+@pytest.mark.parametrize(
+    ("argv", "equation"),
+    [
+        ("--config dense-tiny --mesh.tp 4", "num_attention_heads (6) must divide evenly over mesh.tp (4): set it to a"),
+        ("--config dense-tiny --mesh.tp 6", "num_key_value_heads (2) must divide evenly over mesh.tp (6)"),
+        ("--config dense-tiny --mesh.tp 2 --model.intermediate-size 511", "intermediate_size (511) must divide evenly"),
+        ("--config dense-tiny --mesh.tp 2 --model.vocab-size 321", "vocab_size (321) must divide evenly over mesh.tp"),
+        ("--config moe-tiny --mesh.tp 0", "mesh.tp (0) must be at least 1"),
+        (
+            "--config moe-tiny --mesh.tp 2 --model.moe-intermediate-size 129",
+            "n_shared_experts (1) x moe_intermediate_size (129) = 129 must divide evenly over mesh.tp (2)",
+        ),
+        (
+            "--config moe-tiny --mesh.tp 2 --model.moe-intermediate-size 129 --mesh.tp-experts ffn",
+            "moe_intermediate_size (129) must divide evenly over mesh.tp (2): set it to a divisor; n_shared_experts",
+        ),
+        ("--config moe-tiny --mesh.tp 2 --mesh.ep 2", "mesh.ep (2) must divide mesh.dp-shard (1) x mesh.cp (1) = 1"),
+        ("--config moe-tiny --mesh.tp-experts ffn", "--mesh.tp-experts would change nothing, since mesh.tp is 1"),
+    ],
+)
+def test_sizes_that_ranks_cannot_share_are_refused_with_the_equation(refuse, argv, equation):
+    assert equation in refuse(*argv.split())
+
+
+def test_a_layout_that_splits_less_than_the_ranks_compute_is_refused(refuse, tmp_path):
+    run = RUNS["dense-tp2"]
+    old = replace(run, layout=replace(run.layout, store={"fsdp": ("embed",)}))
+    (tmp_path / "old.yaml").write_text(dump(old))
+    assert "layout.store.tp () must be heads, kv_heads, ffn" in refuse("--config", "old.yaml")
+
+
 @pytest.mark.parametrize("started", ["1", "3", "4", "many"])
 def test_as_many_processes_as_the_mesh_has_ranks_must_have_been_started(refuse, monkeypatch, started):
     monkeypatch.setenv("WORLD_SIZE", started)
-    assert (
-        f"started {started} processes, the mesh needs mesh.dp-replicate (1) x mesh.dp-shard (2) x mesh.cp (1) = 2"
-        in refuse(*DP2)
-    )
+    needs = "mesh.dp-replicate (1) x mesh.dp-shard (2) x mesh.cp (1) x mesh.tp (1) = 2"
+    assert f"started {started} processes, the mesh needs {needs}" in refuse(*DP2)
 
 
 def test_a_window_of_one_token_has_one_target_and_trains(tmp_path):

@@ -20,7 +20,7 @@ from configs import LAYOUTS
 from glm5fn import fetch, flatten, mesh, step
 from glm5fn.block import block
 from glm5fn.checkpoint import State
-from glm5fn.collectives import chunk_order, comm_for
+from glm5fn.collectives import chunk_order, comm_for, parts_of
 from glm5fn.data import Data, Samples, micro_batches
 from glm5fn.kernels import TORCH
 from glm5fn.losses import counts, loss
@@ -51,7 +51,22 @@ FURTHER = {  # of models with experts, and of rows that several ranks share
     "replicate 2 x shard 2 x ep 2": MeshConfig(dp_replicate=2, dp_shard=2, ep=2),
     "replicate 2 x cp 2": MeshConfig(dp_replicate=2, cp=2),
 }
-GRIDS |= FURTHER
+SPLIT = {  # of blocks that several ranks compute
+    "tp 2": MeshConfig(tp=2),
+    "tp 4": MeshConfig(tp=4),
+    "shard 2 x tp 2": MeshConfig(dp_shard=2, tp=2),
+    "replicate 2 x tp 2": MeshConfig(dp_replicate=2, tp=2),
+    "cp 2 x tp 2": MeshConfig(cp=2, tp=2),
+}
+SPLIT_EXPERTS = {
+    "tp 2, in experts": MeshConfig(tp=2, tp_experts="ffn"),
+    "tp 4, in experts": MeshConfig(tp=4, tp_experts="ffn"),
+    "shard 2 x tp 2 x ep 2": MeshConfig(dp_shard=2, tp=2, ep=2),
+    "shard 2 x tp 2 x ep 2, in experts": MeshConfig(dp_shard=2, tp=2, ep=2, tp_experts="ffn"),
+    "cp 2 x tp 2 x ep 2": MeshConfig(cp=2, tp=2, ep=2),
+    "cp 2 x tp 2 x ep 2, contiguous, in experts": MeshConfig(cp=2, tp=2, ep=2, cp_split="contiguous", tp_experts="ffn"),
+}
+GRIDS |= FURTHER | SPLIT | SPLIT_EXPERTS
 
 
 def samples(counts, steps=41, seed=5):
@@ -65,17 +80,26 @@ def samples(counts, steps=41, seed=5):
 
 ROWS = samples((1, 5, 17, 40))
 SMALL = {"n_routed_experts": 8, "num_hidden_layers": 2, "index_topk_freq": 1, "indexer_types": ("full", "shared")}
+HEADS = {"num_attention_heads": 4, "intermediate_size": 28, "vocab_size": 32}  # sizes that four ranks can share
 # A model with all there is, and every term of the loss.
 ALL = {
-    "model": tiny(**GLM5 | SMALL),
+    "model": tiny(**GLM5 | SMALL | HEADS),
     "indexer": IndexerConfig(stage="sparse", coef=0.7, teacher="served"),
     "router": RouterConfig(bias_rate=0.01, balance_coef=0.2, z_coef=0.05),
     "mtp": MTPConfig(coef=0.4),
 }
 MODELS = {"dense": {}, "deep": {"model": tiny(num_hidden_layers=11)}, "all": ALL}
-DEEP = tiny(**GLM5 | {"n_routed_experts": 8, "num_hidden_layers": 12, "index_topk_freq": 4, "indexer_types": ()})
+MODELS |= {
+    "dense, split": {"model": tiny(**HEADS | {"num_attention_heads": 8, "num_key_value_heads": 4})},
+    "tied, split": {"model": tiny(**HEADS | {"num_key_value_heads": 4, "tie_word_embeddings": True})},
+}
+DEEP = GLM5 | HEADS | {"n_routed_experts": 8, "num_hidden_layers": 12, "index_topk_freq": 4, "indexer_types": ()}
+DEEP = tiny(**DEEP)
 PACKED = [name for name in FURTHER if name not in ("shard 2 x cp 2", "shard 4 x ep 2")]
+PACKED += ["tp 2", "tp 4, in experts", "cp 2 x tp 2 x ep 2", "cp 2 x tp 2 x ep 2, contiguous, in experts"]
 CELLS = [*DENSE_CELLS, ("all", "replicate 2 x shard 2"), *(("all", name) for name in FURTHER)]
+SPLIT_CELLS = [("tied, split", "tp 2"), *(("dense, split", name) for name in SPLIT)]
+SPLIT_CELLS += [("all", name) for name in (*SPLIT, *SPLIT_EXPERTS)]
 
 
 @cache  # each has groups of its own, and these have threads
@@ -196,22 +220,22 @@ def test_packed_rows_in_twelve_layers_have_the_loss_gradients_and_choices_of_one
     results = pools(grid.world)(packed_gradient, grid, steps)
     for found, counted, _ in results:
         assert counted == count and distance(found, expected) < 1e-9
-    order, share = chunk_order(grid.cp, grid.cp_split == "balanced"), 4 * grid.cp // grid.world
-    parts, spans = len(order) * len(order[0]), len(order[0])
-    whole = torch.arange(steps + (-steps % parts if grid.cp > 1 else 0)).chunk(parts)
+    order, share = chunk_order(grid.cp, grid.cp_split == "balanced"), 4 // grid.data_ranks
+    whole, spans = torch.arange(steps + -steps % parts_of(order, grid.tp)), len(order[0])
+    whole = whole.chunk(len(order) * spans)
     for rank, (_, _, own) in enumerate(results):
-        places = torch.cat([whole[number] for number in order[rank % grid.cp]])
-        first, kept = rank // grid.cp * share, places < steps
+        places = torch.cat([whole[number] for number in order[rank // grid.tp % grid.cp]])
+        part, first = places.chunk(grid.tp)[rank % grid.tp], rank // (grid.cp * grid.tp) * share
 
-        def of_rank(chosen, first=first, places=places, kept=kept):
-            return chosen.view(4, steps, -1)[first : first + share][:, places[kept]]
+        def of_rank(chosen, at, first=first):
+            return chosen.view(4, steps, -1)[first : first + share][:, at[at < steps]]
 
         for ours, all_of in zip(own["experts"], seen["experts"], strict=True):
-            assert torch.equal(ours.view(share, len(places), -1)[:, kept], of_rank(all_of))
+            assert torch.equal(ours.view(share, len(part), -1)[:, part < steps], of_rank(all_of, part))
         keys = [F.pad(chosen, (0, DEEP.index_topk - chosen.shape[-1]), value=-1) for chosen in own["keys"]]
         for i, all_of in enumerate(seen["keys"]):
             ours = torch.cat(keys[i * spans : (i + 1) * spans], 1)
-            assert torch.equal(ours[:, kept], of_rank(all_of))
+            assert torch.equal(ours[:, places < steps], of_rank(all_of, places))
 
 
 def three_steps(grid, *args, **settings):
@@ -241,7 +265,10 @@ def run_three_steps(grid, settings):
     return three_steps(grid, **settings)
 
 
-@pytest.mark.parametrize(("model", "grid", "micro"), [*((*cell, 1) for cell in CELLS), ("deep", "shard 2", 4)])
+EQUAL = [*((*cell, 1) for cell in CELLS + SPLIT_CELLS), ("deep", "shard 2", 4)]
+
+
+@pytest.mark.parametrize(("model", "grid", "micro"), EQUAL)
 def test_every_gradient_and_the_norm_equal_those_of_one_process(model, grid, micro, pools):
     expected = gradient_of_one_process(model, micro)
     micro = 2 if GRIDS[grid].cp > 1 else 1
@@ -253,10 +280,13 @@ def test_every_gradient_and_the_norm_equal_those_of_one_process(model, grid, mic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", ["ep 2", "cp 2 x ep 2"])
-def test_the_compiled_block_gives_the_gradients_of_one_process(grid, pools):
-    expected = gradient_of_one_process("all", 1)
-    for found in pools(2)(first_gradient, GRIDS[grid], 2 if GRIDS[grid].cp > 1 else 1, ALL, True):
+@pytest.mark.parametrize(
+    ("grid", "recompute"),
+    [("ep 2", "none"), ("cp 2 x ep 2", "none"), ("tp 2", "layer"), ("tp 2, in experts", "layer")],
+)
+def test_the_compiled_block_gives_the_gradients_of_one_process(grid, recompute, pools):
+    expected, settings = gradient_of_one_process("all", 1), ALL | {"recompute": recompute}
+    for found in pools(2)(first_gradient, GRIDS[grid], 2 if GRIDS[grid].cp > 1 else 1, settings, True):
         assert distance(found, expected) < 1e-12
 
 
@@ -264,6 +294,7 @@ PLAIN, LATER = ("sgd", "none"), ("adamw", "layer")
 STEPS = [(*cell, *how) for cell in DENSE_CELLS for how in (PLAIN, LATER)]
 STEPS += [("all", "shard 2", *PLAIN), ("all", "replicate 2 x shard 2", *LATER)]
 STEPS += [("all", name, *how) for name, how in zip(FURTHER, cycle((PLAIN, ("sgd", "layer"), LATER)))]
+STEPS += [(*cell, *how) for cell, how in zip(SPLIT_CELLS, cycle((PLAIN, ("sgd", "layer"), LATER)))]
 
 
 STEPS = [pytest.param(*cell, marks=pytest.mark.slow if cell[1] == "cp 4" else ()) for cell in STEPS]
@@ -275,7 +306,7 @@ def test_three_clipped_steps_equal_those_of_one_process(model, grid, optimizer, 
     records, params, means = three_steps_of_one_process(model, optimizer)
     assert all(record["grad_norm"] > 0.1 for record in records)  # so clipping is active
     terms = {"mtp_1", "mtp_2", "kl", "balance", "z", "load_max", "dead_experts"}
-    assert terms <= records[0].keys() or model == "dense"
+    assert terms <= records[0].keys() or model != "all"
     settings = {"optimizer": optimizer, "recompute": recompute, "micro": 2 if grid.cp > 1 else 1, **MODELS[model]}
     for found, found_params, found_means in pools(grid.world)(run_three_steps, grid, settings):
         for one, other in zip(found, records, strict=True):

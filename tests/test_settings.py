@@ -33,7 +33,11 @@ CHOICES = dict(places(RunConfig, lambda kind: get_origin(kind) is Literal))
 LESS = {"model.model_type", "model.attention", "device"}  # two have no flag, the others of one may not be there
 
 
-ROWS = {"data.skip_bad": ["--data.path", "x.jsonl"], "mesh.cp_split": ["--mesh.cp", "2"]}
+ROWS = {
+    "data.skip_bad": ["--data.path", "x.jsonl"],
+    "mesh.cp_split": ["--mesh.cp", "2"],
+    "mesh.tp_experts": ["--mesh.tp", "2"],
+}
 
 
 FLAGS = {"checkpoint.background": "checkpoint.async"}  # which is no name for Python
@@ -41,7 +45,11 @@ FLAGS = {"checkpoint.background": "checkpoint.async"}  # which is no name for Py
 
 def config_with(place):
     """A config in which the setting would change something."""
-    return ["--config", "glm5-tiny" if place.startswith(("mtp.", "indexer.")) else "dense-tiny", *ROWS.get(place, [])]
+    return [
+        "--config",
+        "glm5-tiny" if place.startswith(("mtp.", "indexer.", "mesh.tp_experts")) else "dense-tiny",
+        *ROWS.get(place, []),
+    ]
 
 
 @pytest.mark.parametrize("place", BOOLEANS)

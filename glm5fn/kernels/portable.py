@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..comm import Vocab
 from ..ops import apply, upcast
 from . import reference
 from .dsa_attention import sparse_attention
@@ -154,7 +155,9 @@ class TokenLoss(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, head: Tensor, targets: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        x: Tensor, head: Tensor, targets: Tensor, training: bool, vocab: Vocab | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         total = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32))
         x_grads, head_grad = [], None
         rows = max(ROWS, LOGITS // head.shape[0])
@@ -162,13 +165,20 @@ class TokenLoss(torch.autograd.Function):
             logits = upcast(some @ head.mT)
             ignored = (wanted == IGNORE)[:, None]
             kept = (~ignored).type_as(logits)
-            index = wanted[:, None].masked_fill(ignored, 0)
+            index, there = wanted[:, None].masked_fill(ignored, 0), kept
+            if vocab is not None:
+                index = index - vocab.first
+                other = (index < 0) | (index >= len(head))
+                index, there = index.masked_fill(other, 0), kept.masked_fill(other, 0.0)
             top, chosen = logits.amax(-1, keepdim=True), logits.gather(-1, index)
+            top = top if vocab is None else vocab.highest(top)
             weights = logits.sub_(top).exp_()
             mass = weights.sum(-1, keepdim=True)
+            if vocab is not None:
+                mass, chosen = vocab.total(torch.cat((mass, chosen * there), -1)).split(1, -1)
             total = total + ((mass.log() + top - chosen) * kept).sum()
             if training:
-                slope = weights.mul_(kept / mass).scatter_add_(-1, index, -kept).type_as(x)
+                slope = weights.mul_(kept / mass).scatter_add_(-1, index, -there).type_as(x)
                 x_grads.append(slope @ head)
                 head_grad = add_product(head_grad, slope.mT, some)
         if head_grad is None:
@@ -186,7 +196,7 @@ class TokenLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         # In place, since the head's gradient may be the largest tensor of all; a second pass would be told so.
         x_grad, head_grad = ctx.saved_tensors
-        return x_grad.mul_(grad), head_grad.mul_(grad).to(ctx.head_dtype), None, None
+        return x_grad.mul_(grad), head_grad.mul_(grad).to(ctx.head_dtype), None, None, None
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -196,7 +206,12 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
 
 
-def token_loss(x: Float[Tensor, "n d"], head: Float[Tensor, "v d"], targets: Int[Tensor, "n"]) -> Float[Tensor, ""]:
-    """As `reference.token_loss`, holding LOGITS logits at a time, forward and backward."""
+def token_loss(
+    x: Float[Tensor, "n d"], head: Float[Tensor, "v d"], targets: Int[Tensor, "n"], vocab: Vocab | None = None
+) -> Float[Tensor, ""]:
+    """As `reference.token_loss`, holding LOGITS logits at a time, forward and backward.
+
+    vocab: the ranks that have the other rows of the head; each has the whole loss, and its part of the gradient of x.
+    """
     training = torch.is_grad_enabled() and (x.requires_grad or head.requires_grad)
-    return TokenLoss.apply(x, head, targets, training)[0]
+    return TokenLoss.apply(x, head, targets, training, vocab)[0]

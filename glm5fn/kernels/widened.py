@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..comm import Vocab
 from ..ops import apply, upcast
 from . import portable
 from .experts import widened_experts as experts
@@ -73,6 +74,8 @@ def attention(
     return portable.attention(upcast(q), upcast(k), upcast(v), segments, scale, fused).type_as(v)
 
 
-def token_loss(x: Float[Tensor, "n d"], head: Float[Tensor, "v d"], targets: Int[Tensor, "n"]) -> Float[Tensor, ""]:
-    """As `reference.token_loss`; the logits are not rounded to half precision on the way."""
-    return portable.token_loss(upcast(x), upcast(head), targets)
+def token_loss(
+    x: Float[Tensor, "n d"], head: Float[Tensor, "v d"], targets: Int[Tensor, "n"], vocab: Vocab | None = None
+) -> Float[Tensor, ""]:
+    """As `portable.token_loss`; the logits are not rounded to half precision on the way."""
+    return portable.token_loss(upcast(x), upcast(head), targets, vocab)
