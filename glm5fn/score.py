@@ -70,20 +70,25 @@ def answers(loaded: Loaded, query: Query) -> tuple[Float[Tensor, "m 2"], Tensor]
     batch = {k: torch.from_numpy(np.pad(v, missing)).to(device) for k, v in rows.items() if v is not None}
     tokens, width = batch["tokens"], query.tokens.shape[1]
     own = prepare(batch, 0, engine.comm)
-    x = trunk(loaded.params, own.tokens, cfg, own.where, engine).x.flatten(0, 1)
+    x = engine.comm.enter(trunk(loaded.params, own.tokens, cfg, own.where, engine).x).flatten(0, 1)
     head = head_weight(loaded.params, cfg, engine)
-    places = engine.comm.mine(torch.arange(tokens.numel(), device=device).view_as(tokens)).flatten()
-    here = torch.full((tokens.numel(),), -1, device=device).scatter(0, places, torch.arange(len(x), device=device))
+    places = engine.comm.mine(torch.arange(tokens.numel(), device=device).view_as(tokens))
+    counted = torch.zeros(tokens.numel(), dtype=torch.bool, device=device)
+    counted[engine.comm.own(places).flatten()] = True  # of what several ranks compute, one tells
+    here = torch.full((tokens.numel(),), -1, device=device)
+    here[places.flatten()] = torch.arange(len(x), device=device)
     at, targets = (torch.from_numpy(part).to(device) for part in (query.at, query.targets))
-    index = here[at // width * tokens.shape[1] + at % width]
+    at = at // width * tokens.shape[1] + at % width
+    index = here[at]
     mine = (index >= 0).nonzero()[:, 0]
     found = [upcast(x.new_zeros(0, 2))]
-    for some in mine.split(max(ROWS, LOGITS // len(head))):
-        logits = upcast(engine.kernels.linear(x[index[some]], head))
+    for some in mine.split(max(ROWS, LOGITS // cfg.vocab_size)):
+        logits = upcast(engine.logits(x[index[some]], head))
         wanted = targets[some]
         logs = logits.gather(-1, wanted[:, None])[:, 0] - logits.logsumexp(-1)
         found.append(torch.stack((logs, (logits.argmax(-1) != wanted).type_as(logs)), -1))
-    return torch.cat(found), mine
+    told = counted[at[mine]]
+    return torch.cat(found)[told], mine[told]
 
 
 def in_batches(sizes: Ids, rows: int) -> list[np.ndarray]:

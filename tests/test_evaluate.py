@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_layouts import SMALL
+from test_layouts import HEADS, SMALL
 from tiny import EXPERTS, GLM5, PLAIN, random_params, tiny
 from training import contents
 from training import save as save_checkpoint
@@ -31,7 +31,7 @@ BYTES = {"vocab_size": 263, "max_position_embeddings": 48}
 MODELS = {
     "dense": tiny(**PLAIN | BYTES),
     "experts": tiny(**EXPERTS | BYTES, model_type="glm4_moe"),
-    "glm5": tiny(**GLM5 | SMALL | BYTES),
+    "glm5": tiny(**GLM5 | SMALL | HEADS | BYTES | {"vocab_size": 264}),
 }
 TEXTS = [
     "",
@@ -47,6 +47,8 @@ GRIDS = {
     "ep 2": MeshConfig(dp_shard=2, ep=2),
     "cp 2": MeshConfig(cp=2),
     "cp 2, contiguous": MeshConfig(cp=2, cp_split="contiguous"),
+    "tp 2": MeshConfig(tp=2),
+    "tp 2, in experts": MeshConfig(tp=2, tp_experts="ffn"),
 }
 SEQ_LEN = 32
 
@@ -110,6 +112,7 @@ def test_packed_or_not_in_any_batches_the_loss_is_that_of_each_piece_alone(place
 
 CELLS = [("shard 2", 1, "best-fit"), ("replicate 2", 2, "none"), ("ep 2", 7, "best-fit")]
 CELLS += [("cp 2", 7, "best-fit"), ("cp 2", 1, "none"), ("cp 2, contiguous", 2, "best-fit")]
+CELLS += [("tp 2", 2, "best-fit"), ("tp 2, in experts", 7, "none")]
 
 
 @pytest.mark.parametrize(("grid", "batch", "packing"), [(GRIDS[name], *how) for name, *how in CELLS])

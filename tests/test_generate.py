@@ -5,7 +5,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from test_layouts import FURTHER, GRIDS, grid_of
+from test_layouts import GRIDS, HEADS, grid_of
 from test_oracle import EXPERTS, GLM4, randomize
 from test_oracle_glm5 import CFG_M, make_oracle, with_stable_topk
 from tiny import FAMILIES, GLM5, random_params, tiny
@@ -281,11 +281,19 @@ def test_what_a_row_draws_depends_on_its_number_and_the_seed_alone():
 
 # --- several ranks ---
 
-RANKS = {**{name: GRIDS[name] for name in ("shard 2", "shard 4")}, **FURTHER}
+SLOW = ("shard 2 x cp 2 x ep 4", "tp 4, in experts", "cp 2 x tp 2 x ep 2", "shard 2 x tp 2 x ep 2, in experts")
+CELLS = [("latent", name) for name in ("shard 2", "ep 2", "cp 2", "cp 2, contiguous", "tp 2", *SLOW)]
+CELLS = [
+    pytest.param(*cell, marks=pytest.mark.slow if cell[1] in SLOW else ()) for cell in (*CELLS, ("grouped", "tp 2"))
+]
+SHARED = {  # sizes that ranks can share
+    "latent": tiny(**MODEL | HEADS),
+    "grouped": tiny(**FAMILIES["glm4_moe, experts"] | HEADS | {"num_key_value_heads": 2, "n_routed_experts": 8}),
+}
 
 
-def generated(grid, prompts, drafts):
-    cfg, made = tiny(**MODEL), grid_of(grid)
+def generated(grid, model, prompts, drafts):
+    cfg, made = SHARED[model], grid_of(grid)
     whole = flatten(random_params(cfg, dtype=F64))
 
     def read(path, row, region):
@@ -297,18 +305,14 @@ def generated(grid, prompts, drafts):
     return [(row.ids, row.finish, row.rounds) for row in rows]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["shard 2", "ep 2", "cp 2", "cp 2, contiguous", pytest.param("shard 2 x cp 2 x ep 4", marks=pytest.mark.slow)],
-)
-def test_every_grid_gives_the_tokens_of_one_process(name, pools):
-    grid = RANKS[name]
-    cfg, prompts = tiny(**MODEL), random_prompts((3, 9, 4))
+@pytest.mark.parametrize(("model", "grid"), CELLS)
+def test_every_grid_gives_the_tokens_of_one_process(model, grid, pools):
+    cfg, grid, prompts = SHARED[model], GRIDS[grid], random_prompts((3, 9, 4))
     params = random_params(cfg, dtype=F64)
     for drafts, some in ((0, prompts), (2, prompts), (2, prompts[:1])):
         expected = run(params, some, cfg, most=10, drafts=drafts, stops={5, 11})
         wanted = [(row.ids, row.finish, row.rounds) for row in expected]
-        assert pools(grid.world)(generated, grid, some, drafts) == [wanted] * grid.world
+        assert pools(grid.world)(generated, grid, model, some, drafts) == [wanted] * grid.world
 
 
 # --- transformers ---

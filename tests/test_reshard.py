@@ -1,6 +1,7 @@
 """Checkpoints of every layout on every other: the same bytes, and the same steps after them."""
 
 from functools import cache
+from itertools import product
 from math import prod
 
 import pytest
@@ -23,6 +24,11 @@ LAYOUTS = {
     "cp2": GRIDS["cp 2"],
     "dp4-ep2": GRIDS["shard 4 x ep 2"],
     "hsdp4": GRIDS["replicate 2 x shard 2"],
+}
+SPLIT = {
+    "tp2": GRIDS["tp 2"],
+    "dp2-tp2": GRIDS["shard 2 x tp 2"],
+    "tp2-ep2": GRIDS["shard 2 x tp 2 x ep 2, in experts"],
 }
 STORES = ["safetensors", "tensorstore"]
 
@@ -62,7 +68,7 @@ def straight(model):
 
 
 def on(pools, name, function, *args):
-    grid = LAYOUTS[name]
+    grid = (LAYOUTS | SPLIT)[name]
     return [function(grid, *args)] if grid.world == 1 else pools(grid.world)(function, grid, *args, timeout=300)
 
 
@@ -77,19 +83,23 @@ def check(pools, expected, path, reads, model="all"):
 
 # Each layout is written or read: those without ep by a model without experts.
 CELLS = [("dense", *pair) for pair in (("one", "dp4"), ("cp2", "hsdp4"), ("hsdp4", "dp2"))]
-CELLS += [("all", "dp2-ep2", "dp4-ep2")]
+CELLS += [("all", "dp2-ep2", "dp4-ep2"), ("dense, split", "tp2", "one"), ("all", "tp2", "dp2-ep2")]
+CELLS += [("dense, split", "dp2", "tp2")]
 
 
 @pytest.mark.parametrize(("model", "wrote", "reads"), CELLS, ids=[f"{wrote} -> {reads}" for _, wrote, reads in CELLS])
 def test_a_checkpoint_of_one_layout_goes_on_on_another(model, wrote, reads, pools, tmp_path):
-    store = STORES[list(LAYOUTS).index(wrote) % 2]
+    store = STORES[list(LAYOUTS | SPLIT).index(wrote) % 2]
     expected = on(pools, wrote, written, tmp_path, [store], model)[0]
     check(pools, expected, tmp_path / store / "step_00000002", reads, model)
 
 
+WITH_SPLIT = ("one", "dp2", *SPLIT)
+PAIRS = dict.fromkeys((*product(LAYOUTS, LAYOUTS), *product(WITH_SPLIT, WITH_SPLIT)))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("reads", LAYOUTS)
-@pytest.mark.parametrize("wrote", LAYOUTS)
+@pytest.mark.parametrize(("wrote", "reads"), PAIRS, ids=[f"{wrote} -> {reads}" for wrote, reads in PAIRS])
 def test_a_checkpoint_of_any_layout_goes_on_on_any_other(wrote, reads, pools, tmp_path):
     expected = on(pools, wrote, written, tmp_path, STORES)[0]
     for store in STORES:
