@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from .collectives import chunk_order
+from .collectives import chunk_order, parts_of
 from .config import ModelConfig
 from .decode import bytes_of_token
 from .device import widest
@@ -14,6 +14,7 @@ from .model import model_specs
 from .rehearsal import rehearse
 from .settings import MOMENTS, RunConfig
 from .spec import cut, rows, shape, split_dims, trained
+from .textbook import textbook
 
 FP32 = torch.float32.itemsize  # parameters at rest, moments, and gradients unless the run is deterministic
 
@@ -50,14 +51,14 @@ def kept(cfg: ModelConfig, dtype: torch.dtype) -> str:
 
 def layout(run: RunConfig) -> list[tuple[str, str]]:
     """The ranks, the largest tensor, and what they cannot be given in equal parts."""
-    grid = {"dp-replicate": run.mesh.dp_replicate, "dp-shard": run.mesh.dp_shard, "cp": run.mesh.cp}
+    grid = {name.replace("_", "-"): getattr(run.mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "tp")}
     ranks = " x ".join(f"{axis} {n}" for axis, n in grid.items()) + f", ep {run.mesh.ep} of them"
     largest, uneven = (0, "", ()), []
     for path, size, cuts in parts(run):
         largest = max(largest, (math.prod(size), path, size))
         uneven += [f"{path} {size[dim]} over {n}" for dim, n in cuts.items() if size[dim] % n]
     count, path, size = largest
-    pieces = sum(map(len, chunk_order(run.mesh.cp, run.mesh.cp_split == "balanced")))
+    pieces = parts_of(chunk_order(run.mesh.cp, run.mesh.cp_split == "balanced"), run.mesh.tp)
     if missing := -run.data.seq_len % pieces:
         uneven.insert(0, f"rows of {run.data.seq_len:,} tokens over {pieces} parts: {missing} of padding")
     more = f", and {len(uneven) - 3} more" if len(uneven) > 3 else ""
@@ -76,13 +77,18 @@ def use(run: RunConfig) -> list[tuple[str, str]]:
     together = state + max(rehearsal.peak, memory["gradients"] + rounded)
     memory["activations"] = rehearsal.peak - rehearsal.gradients
     beside = {"activations": f", when {human(rehearsal.gradients, 'B', 1024)} of gradients are there"}
-    exchanged = [f"{kind} {human(n, 'B', 1024)}" for kind, n in sorted(rehearsal.exchanged.items())]
+    exchanged, over_tp = by_kind(rehearsal.exchanged), [("  over tp", by_kind(textbook(run)))]
     return [
         *((f"{name} on a rank", human(n, "B", 1024) + beside.get(name, "")) for name, n in memory.items()),
         ("  for logits", f"{human(rehearsal.head, 'B', 1024)}, a chunk of them and the gradient of the head"),
         ("together on a rank", f"{human(together, 'B', 1024)}, {'' if together <= 80e9 else 'not '}within 80 GB"),
-        ("exchanged in a step", f"{', '.join(exchanged) or 'nothing'}, by a rank"),
+        ("exchanged in a step", f"{exchanged}, by a rank"),
+        *(over_tp if run.mesh.tp > 1 else []),
     ]
+
+
+def by_kind(exchanged: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind} {human(n, 'B', 1024)}" for kind, n in sorted(exchanged.items())) or "nothing"
 
 
 def at_rest(run: RunConfig) -> dict[str, int]:

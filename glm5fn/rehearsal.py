@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .collectives import exchange_experts
+from .collectives import experts_on
 from .data import Batch, Data, Samples
 from .kernels import kernels_for
 from .mesh import local_part, make_grid, place
@@ -141,7 +141,7 @@ def rehearse(run: RunConfig) -> Rehearsal:
 
     What works inside of one operation is not seen: the chunks of a kernel, and the buffers of a collective.
     """
-    last = run.mesh.cp - 1  # of those that share the first rows, it has the most keys before its own
+    last = run.mesh.cp * run.mesh.tp - 1  # of those that share the first rows, it has the most keys before its own
     with imagined(last, run.mesh.world):
         grid = make_grid(run.mesh, run.device)
         none = Samples(*np.zeros((2, 0, run.data.seq_len), np.int64))
@@ -158,7 +158,7 @@ def rehearse(run: RunConfig) -> Rehearsal:
             attention=partial(kernels.attention, fused=fused_attention), token_loss=ledger.watch(kernels.token_loss)
         )
         if grid is not None:
-            comm = replace(comm, experts=partial(exchange_experts, mesh=grid.expert["ep"], shares_of=evenly))
+            comm = replace(comm, experts=experts_on(grid, shares_of=evenly))
         setup = replace(setup, comm=comm, loss=partial(setup.loss, kernels=kernels, comm=comm))
         tokens = torch.empty(run.data.micro_batch, run.data.seq_len, dtype=torch.int64, device="meta")
         batch = {"tokens": tokens, "targets": tokens}

@@ -30,7 +30,7 @@ ORDER = [
     *("indexed", "packing", "data", "chat", "corpora", "loader"),
     *("grad", "optim", "checkpoint", "manager", "record", "launch", "compare", "shards", "prepare", "inspect_data"),
     *("inference", "score", "perplexity", "mmlu", "evaluate", "converse", "complete", "harness"),
-    *("step", "run", "rehearsal", "plan", "command", "__init__", "__main__", "configs", "train", "convert"),
+    *("step", "run", "rehearsal", "textbook", "plan", "command", "__init__", "__main__", "configs", "train", "convert"),
 ]
 DISTRIBUTED = {"mesh", "peers", "fetch", "collectives", "launch", "rehearsal"}
 MODULES = [*sorted((ROOT / "glm5fn").rglob("*.py")), *(ROOT / f"{name}.py" for name in ("configs", "train", "convert"))]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_layouts import ALL, GRIDS, make
+from test_layouts import ALL, GRIDS, MODELS, make
 from training import train
 
 from configs import RUNS
@@ -19,7 +19,8 @@ from glm5fn import step
 from glm5fn.flops import parameters
 from glm5fn.plan import kept
 from glm5fn.rehearsal import Ledger, by_kind, rehearse
-from glm5fn.settings import MeshConfig
+from glm5fn.settings import IndexerConfig, MeshConfig, RouterConfig
+from glm5fn.textbook import textbook
 
 
 @pytest.fixture
@@ -83,7 +84,11 @@ def exchanged_by_a_step(grid, settings):
 EXCHANGING = [("ep 2", "none"), ("cp 2 x ep 2", "layer"), ("replicate 2 x shard 2", "none")]
 EXCHANGING += [("shard 2 x cp 2 x ep 4", "none")]
 EXCHANGING = [pytest.param(*cell, marks=pytest.mark.slow) for cell in EXCHANGING]
-EXCHANGING += [("replicate 2 x shard 2 x ep 2", "layer")]
+EXCHANGING += [
+    ("replicate 2 x shard 2 x ep 2", "layer"),
+    ("shard 2 x tp 2 x ep 2, in experts", "layer"),
+    ("tp 2", "none"),
+]
 
 
 @pytest.mark.parametrize(("grid", "recompute"), EXCHANGING)
@@ -96,6 +101,28 @@ def test_the_planned_bytes_of_each_exchange_are_those_of_a_step(grid, recompute,
     assert total.pop("all-to-all", 0) == planned.pop("all-to-all", 0) * GRIDS[grid].world
     for found in counted:
         assert {kind: n for kind, n in found.items() if kind != "all-to-all"} == planned
+
+
+@pytest.mark.parametrize(
+    ("grid", "settings"),
+    [
+        ("tp 2", {"model": MODELS["dense, split"]["model"]}),
+        ("tp 4", {"model": MODELS["tied, split"]["model"], "precision": "bf16"}),
+        ("tp 4", {"model": MODELS["dense, split"]["model"], "recompute": "layer"}),
+        ("tp 2", {"model": replace(RUNS["dense-tiny"].model, num_hidden_layers=2), "recompute": "layer"}),
+        ("tp 4, in experts", ALL),
+        ("tp 4, in experts", ALL | {"recompute": "layer"}),
+    ],
+)
+def test_what_ranks_of_tp_exchange_is_what_the_textbook_says(grid, settings):
+    settings = settings | {"router": RouterConfig(balance_coef=0.0), "indexer": IndexerConfig(), "micro": 2}
+    setup, _ = make(MeshConfig(), dtype=torch.float32, **settings)
+    run = replace(setup.run, mesh=GRIDS[grid], device="cpu")
+    counted, expected = rehearse(run).exchanged, textbook(run)
+    assert counted.pop("all-gather") == expected["all-gather"]
+    assert counted.pop("reduce-scatter") == expected["reduce-scatter"]
+    assert 0 <= counted.pop("all-reduce") - expected["all-reduce"] < 1000  # the counts and sums of all ranks
+    assert not counted
 
 
 MEASURE = """
