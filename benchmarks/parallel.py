@@ -1,7 +1,8 @@
 """Time steps of two ranks against two processes that know nothing of each other: `python benchmarks/parallel.py`.
 
 Each process computes with one thread, on as many tokens. Only one pair works at a time: a step of one, a step of the
-next. Then each pair repeats the exchanges of its step without the computation. Prints a table and, last, one JSON line.
+next. Then each pair repeats the exchanges of its step without the computation. Prints a table, the bytes that a rank
+exchanges in a step, of tp beside what the textbook counts, and, last, one JSON line.
 """
 
 import json
@@ -22,10 +23,11 @@ from configs import RUNS
 from glm5fn import limits
 from glm5fn.corpora import open_data
 from glm5fn.mesh import make_grid
-from glm5fn.rehearsal import Ledger
+from glm5fn.rehearsal import Ledger, by_kind
 from glm5fn.run import begin, make_setup
 from glm5fn.settings import MeshConfig, RunConfig
 from glm5fn.step import step
+from glm5fn.textbook import textbook
 from glm5fn.typed import ConfigError
 
 MESHES = {
@@ -33,6 +35,7 @@ MESHES = {
     "dp2": MeshConfig(dp_shard=2),
     "ep2": MeshConfig(dp_shard=2, ep=2),
     "cp2": MeshConfig(cp=2),
+    "tp2": MeshConfig(tp=2),
 }
 
 
@@ -47,13 +50,13 @@ class Options:
 
     def run(self, name: str) -> RunConfig:
         mesh = MESHES[name]
-        rows = self.tokens * mesh.cp // self.seq
+        rows = self.tokens * mesh.cp * mesh.tp // self.seq
         data = replace(RUNS[self.config].data, seq_len=self.seq, micro_batch=rows, global_batch=rows * mesh.data_ranks)
         return replace(RUNS[self.config], mesh=mesh, data=data, device="cpu")
 
 
-def ranks(options: Options, system: System) -> Iterator[float]:
-    """The loss of each step; after the last, the seconds of the exchanges alone."""
+def ranks(options: Options, system: System) -> Iterator[Any]:
+    """Of the first step the bytes that each kind of exchange moves, then losses; last, the exchanges' seconds alone."""
     yield 0.0
     torch.set_num_threads(1)
     run = options.run(system.name)
@@ -65,7 +68,7 @@ def ranks(options: Options, system: System) -> Iterator[float]:
     state = begin(run, "cpu", grid, None, None)
     with Ledger() as ledger:
         state, _ = step(setup, state, stop=False)  # pyright: ignore[reportGeneralTypeIssues]
-    yield 0.0
+    yield by_kind(ledger.exchanges)
     for _ in range(options.steps):
         state, record = step(setup, state, stop=False)  # pyright: ignore[reportGeneralTypeIssues]
         yield record["loss"]
@@ -96,7 +99,7 @@ def repeat(exchanges: list[tuple[str, int]]) -> float:
     return time.perf_counter() - began
 
 
-def measure(options: Options, names: list[str]) -> dict[str, dict[str, float]]:
+def measure(options: Options, names: list[str]) -> dict[str, dict[str, Any]]:
     """The figures of each pair: of a step and of its exchanges, the slower rank's median."""
     replies: dict[str, list[list[Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as store:
@@ -111,15 +114,20 @@ def measure(options: Options, names: list[str]) -> dict[str, dict[str, float]]:
                 replies[name].append([connection.recv() for connection, _ in pair])
     found = {}
     for name, steps in replies.items():
-        *steps, last = steps[1:]  # without the warm-up
+        exchanged, (*steps, last) = steps[0][0].loss, steps[1:]  # of the warm-up only what it exchanges
         seconds = [[pair[rank].seconds for pair in steps] for rank in range(2)]
         found[name] = {
             "step_s": max(map(median, seconds)),
             "tokens_per_second": sum(options.tokens / median(each) for each in seconds),
             "exchange_s": max(reply.loss for reply in last),
             "memory_mib": max(reply.mib for reply in last),
+            "exchanged_bytes": exchanged,
         }
     return found
+
+
+def told(exchanged: dict[str, int]) -> str:
+    return ", ".join(f"{kind} {n:,} B" for kind, n in sorted(exchanged.items())) or "nothing"
 
 
 def main(options: Options) -> int:
@@ -141,6 +149,10 @@ def main(options: Options) -> int:
             f"{name:8}{row['step_s']:10.3f}{row['tokens_per_second']:10.0f}{row['of_alone']:10.3f}"
             f"{row['exchange_s']:12.4f}{row['memory_mib']:12.0f}"
         )
+    for name, row in found.items():
+        print(f"{name:8}exchanges {told(row['exchanged_bytes'])}")
+        if MESHES[name].tp > 1:
+            print(f"{'':8}of them over tp, by the textbook, {told(textbook(options.run(name)))}")
     print(json.dumps({**asdict(options), **found}))
     return 0
 

@@ -21,7 +21,7 @@ class System:
     """What is timed: `steps(options, system)` yields once when its imports are done, then the loss of each step."""
 
     name: str
-    steps: Callable[[Any, "System"], Iterator[float]]
+    steps: Callable[[Any, "System"], Iterator[Any]]
     weights: torch.dtype
     compute: torch.dtype
 
@@ -30,7 +30,7 @@ class Reply(NamedTuple):
     """What a step took, its loss, and the peak of memory above imports until now."""
 
     seconds: float
-    loss: float
+    loss: Any
     mib: float
 
 

@@ -64,7 +64,7 @@ def comm_for(grid: Grid | None, dtype: torch.dtype, grad_dtype: torch.dtype) -> 
         own=lambda values: values.chunk(tp.size(), 1)[tp.get_local_rank()],
         enter=lambda x: move(x, tp, Shard(1), Replicate(), Partial()),
         leave=lambda y: move(y, tp, Partial(), Shard(1), Shard(1)),
-        own_spans=lambda steps: spans_within(spans_of(steps, order, rows), steps, tp),
+        own_spans=lambda steps: spans_within(spans_of(steps, order, rows), steps, tp.size(), tp.get_local_rank()),
         embed=lambda table, tokens: cut.leave(look_up(table, tokens, tp)),
         all_heads=lambda queries: heads_for_tokens(queries, tp),
     )
@@ -123,10 +123,14 @@ def gather_tokens(parts: Sequence[Tensor], order: Order, mesh: DeviceMesh) -> tu
 # --- the heads and token ids of a block, cut over the ranks that compute the same tokens ---
 
 
-def spans_within(spans: Sequence[Span], steps: int, mesh: DeviceMesh) -> tuple[Span, ...]:
-    """Where the part of a rank stands, of tokens that stand so."""
-    size = steps // mesh.size()
-    start = mesh.get_local_rank() * size
+def spans_within(spans: Sequence[Span], steps: int, ranks: int, rank: int) -> tuple[Span, ...]:
+    """Where a rank's part stands of so many tokens that stand so.
+
+    >>> spans_within([Span(0, 6, 6), Span(6, 12, 24)], 12, ranks=3, rank=1)
+    (Span(low=0, high=2, end=6), Span(low=2, high=4, end=20))
+    """
+    size = steps // ranks
+    start = rank * size
     met = [(max(span.low, start), min(span.high, start + size), span) for span in spans]
     return tuple(Span(low - start, high - start, span.end + high - span.high) for low, high, span in met if low < high)
 

@@ -47,6 +47,7 @@ class Comm:
     token_loss: (the kernel, x [n, d], this rank's rows of the head, targets [n]) -> its share of the loss.
     logits: [*b, v] of this rank's rows of the head -> of all of them.
     all_heads: [b, s, h, e] of this rank's heads -> [b, r, h, e] of all heads, without gradient.
+    uncut: the exchanges for tokens that all of these ranks have, within blocks and between them; these if None.
     """
 
     fetch: Callable[..., Tree]

@@ -286,7 +286,8 @@ def test_every_gradient_and_the_norm_equal_those_of_one_process(model, grid, mic
 )
 def test_the_compiled_block_gives_the_gradients_of_one_process(grid, recompute, pools):
     expected, settings = gradient_of_one_process("all", 1), ALL | {"recompute": recompute}
-    for found in pools(2)(first_gradient, GRIDS[grid], 2 if GRIDS[grid].cp > 1 else 1, settings, True):
+    micro = 2 if GRIDS[grid].cp > 1 else 1
+    for found in pools(2)(first_gradient, GRIDS[grid], micro, settings, True, timeout=300):
         assert distance(found, expected) < 1e-12
 
 

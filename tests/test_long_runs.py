@@ -65,6 +65,7 @@ GRIDS = {
         "cp2-ep2": ["--mesh.cp", "2", "--mesh.ep", "2"],
         "hsdp-ep2": ["--mesh.dp-replicate", "2", "--mesh.dp-shard", "2", "--mesh.ep", "2"],
         "dp2-cp2": ["--mesh.dp-shard", "2", "--mesh.cp", "2"],
+        "tp2": ["--mesh.tp", "2"],
     },
 }
 STEADY = {"moe-tiny": 10, "dsa-tiny": 10, "glm5-tiny": 1}  # steps before the first such choice, at least
@@ -87,6 +88,15 @@ def differences(tmp_path, model, *settings, grids=None):
             f"{model} {' '.join(settings[-2:])} {name}: average {average:.3g}, first ten {first:.3g}, apart {apart[:1]}"
         )
         yield found, average
+
+
+@pytest.mark.parametrize(("precision", "average"), [("fp32", 1e-6), ("bf16", 5e-3)])
+def test_heads_on_two_ranks_train_as_one_process(precision, average, tmp_path):
+    settings = [*SIZES, "--optim.lr", "3e-4", "--precision", precision]
+    one, other = (run(tmp_path / name, "--config", name, *settings) for name in ("dense-tiny", "dense-tp2"))
+    found = gaps(one, other)
+    print(f"{precision} tp2: average {sum(found) / 100:.3g}, first ten {max(found[:10]):.3g}")
+    assert sum(found) / 100 <= average
 
 
 @pytest.mark.parametrize("model", GRIDS)
