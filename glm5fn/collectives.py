@@ -55,7 +55,7 @@ def comm_for(grid: Grid | None, dtype: torch.dtype, grad_dtype: torch.dtype) -> 
     cut = replace(
         alone,
         uncut=alone,
-        split=rows.size() * tp.size(),
+        split=rows.size(),
         parts=parts_of(order, tp.size()),
         mine=lambda values: own_part(values, order, rows),
         gather=lambda *parts: gather_tokens(parts, order, rows),

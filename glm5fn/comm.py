@@ -28,7 +28,7 @@ class Comm:
     fetch: (parameters as they rest, their rows) -> plain local tensors in the compute dtype, wide rows in at least
     fp32; their gradients take the way back. begin: starts it, and gives what fetch takes as third argument.
     sum: a plain tensor summed over all ranks, without gradient.
-    split: how many ranks share the tokens of a row. parts: into how many equal parts a row must be cut for them.
+    split: how many ranks share the tokens of a row. parts: into how many equal parts a row must be cut for all ranks.
     mine: [b, t, ...] -> [b, s, ...], the tokens of each row that this rank's blocks compute.
     gather: tensors of one dtype [b, s, ...] -> each [b, t, ...], of all tokens in their order, in one exchange; the
     gradients of all ranks are summed on the way back.

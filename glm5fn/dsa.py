@@ -140,7 +140,7 @@ def attn_dsa(
     latents = project(params, x, positions, theta, eps, kernels)
     nope, rank = nope_dim(params), params["kv_a_norm"].shape[0]
     scale = latents.q.shape[-1] ** -0.5
-    spans, total = comm.spans(x.shape[1]), (comm.past or 0) + x.shape[1] * comm.split // comm.tp
+    spans, total = comm.spans(x.shape[1]), (comm.past or 0) + x.shape[1] * comm.split
     sparse = total > topk and not dense
     keys, index = latents.keys, None
     if "indexer" in params:

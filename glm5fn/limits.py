@@ -28,7 +28,8 @@ def refuse(run: RunConfig) -> None:
     )
     need(
         mesh.tp == 1 or {*run.layout.store.get("tp", ())} == {*HEADS},
-        f"layout.store.tp ({', '.join(run.layout.store.get('tp', ()))}) must be {', '.join(HEADS)} for mesh.tp above 1",
+        f"layout.store.tp ({', '.join(run.layout.store.get('tp', ()))}) must be {', '.join(HEADS)} for mesh.tp "
+        f"({mesh.tp}): set it in the config's file",
     )
     need(run.steps >= 1, f"steps ({run.steps}) must be at least 1")
     need(run.seed >= 0, f"seed ({run.seed}) must be at least 0")

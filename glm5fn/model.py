@@ -117,7 +117,7 @@ class Engine:
             return self.block(weights, x, where, selected, chosen, **settings)
 
         if self.recompute and torch.is_grad_enabled():
-            selects = "indexer" in specs["attn"] and x.shape[1] * self.comm.split > cfg.index_topk
+            selects = "indexer" in specs["attn"] and x.shape[1] * self.comm.tp * self.comm.split > cfg.index_topk
             if selects and chosen is None and self.terms.indexer.stage != "dense-warmup":
                 chosen = self.choose(params, specs, x, where, cfg)
             return checkpoint(run, params, x, selected, chosen, use_reentrant=False, preserve_rng_state=False)

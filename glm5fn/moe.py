@@ -160,7 +160,8 @@ def balance_loss(
         return values.new_zeros(rows * steps, values.shape[-1]).index_add(0, bins, values.flatten(0, 1))
 
     tokens = summed(kept)[:, 0].clamp(min=1)
-    return ((summed(picked) * summed(shares)).sum(-1) * experts / (topk * tokens.square())).sum() / comm.split
+    losses = (summed(picked) * summed(shares)).sum(-1) * experts / (topk * tokens.square())
+    return losses.sum() / (comm.split * comm.tp)
 
 
 def z_loss(logits: Float[Tensor, "b s e"], real: Bool[Tensor, "b s"] | None = None) -> Float[Tensor, ""]:

@@ -309,7 +309,7 @@ def generated(grid, model, prompts, drafts):
 def test_every_grid_gives_the_tokens_of_one_process(model, grid, pools):
     cfg, grid, prompts = SHARED[model], GRIDS[grid], random_prompts((3, 9, 4))
     params = random_params(cfg, dtype=F64)
-    for drafts, some in ((0, prompts), (2, prompts), (2, prompts[:1])):
+    for drafts, some in ((0, prompts), (0, prompts[2:]), (2, prompts), (2, prompts[:1])):
         expected = run(params, some, cfg, most=10, drafts=drafts, stops={5, 11})
         wanted = [(row.ids, row.finish, row.rounds) for row in expected]
         assert pools(grid.world)(generated, grid, model, some, drafts) == [wanted] * grid.world

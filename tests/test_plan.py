@@ -17,7 +17,7 @@ from training import train
 from configs import RUNS
 from glm5fn import step
 from glm5fn.flops import parameters
-from glm5fn.plan import kept
+from glm5fn.plan import human, kept
 from glm5fn.rehearsal import Ledger, by_kind, rehearse
 from glm5fn.settings import IndexerConfig, MeshConfig, RouterConfig
 from glm5fn.textbook import textbook
@@ -101,6 +101,16 @@ def test_the_planned_bytes_of_each_exchange_are_those_of_a_step(grid, recompute,
     assert total.pop("all-to-all", 0) == planned.pop("all-to-all", 0) * GRIDS[grid].world
     for found in counted:
         assert {kind: n for kind, n in found.items() if kind != "all-to-all"} == planned
+
+
+def test_the_plan_tells_what_is_exchanged_over_tp(told):
+    """Two branches in each of six layers, forward and backward, the embedding and the head, in two micro-batches."""
+    moved = (2 * 6 * 2 + 2) * 2 * (4 * 256 * 192 * 4)
+    lines = told("--config", "dense-tp2").splitlines()
+    over_tp = next(line for line in lines if line.startswith("  over tp"))
+    for kind in ("all-gather", "reduce-scatter"):
+        assert f"{kind} {human(moved, 'B', 1024)}" in over_tp
+        assert f"{kind} {human(moved, 'B', 1024)}" in next(line for line in lines if line.startswith("exchanged"))
 
 
 @pytest.mark.parametrize(
