@@ -249,17 +249,15 @@ GLM5_RUN = RunConfig(
     precision="bf16",
     recompute="layer",
 )
-GLM4 = RunConfig(
+GLM4 = replace(
+    DENSE_HALF_B,
     name="glm4-9b",
     model=MODELS["glm4-9b"],
-    layout=LAYOUTS["fsdp"],
     mesh=MeshConfig(dp_shard=8),
     data=DataConfig(seq_len=8192, global_batch=64, micro_batch=1),
     optim=OptimConfig(lr=1.25e-6, min_lr=1.25e-7, warmup_steps=100, decay_steps=10000, weight_decay=0.1, clip=1.0),
     checkpoint=CheckpointConfig(every=500),
     steps=10000,
-    precision="bf16",
-    recompute="layer",
 )
 
 CHAT = str(Path(__file__).parent / "examples" / "chat")
