@@ -26,6 +26,12 @@ def refuse(run: RunConfig) -> None:
         all(0 < weight < float("inf") for weight in data.weights),
         f"data.weights ({', '.join(map(str, data.weights))}) must be finite and above 0",
     )
+    taken = [axis for name, axes in run.layout.store.items() if name != "tp" for axis in axes if axis in HEADS]
+    need(
+        mesh.tp == 1 or not taken,
+        f"layout.store ({', '.join(taken)}) must be left to layout.store.tp for mesh.tp "
+        f"({mesh.tp}): set it in the config's file",
+    )
     need(
         mesh.tp == 1 or {*run.layout.store.get("tp", ())} == {*HEADS},
         f"layout.store.tp ({', '.join(run.layout.store.get('tp', ()))}) must be {', '.join(HEADS)} for mesh.tp "

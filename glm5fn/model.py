@@ -211,7 +211,7 @@ def forward(
 
     segments: 0 is padding, 1.. are documents; attention stays inside each. positions: 0, 1, ... in each segment when
     absent. how: comm, kernels, block and recompute, see `Engine`. Where ranks share rows, each has the logits of the
-    tokens that its blocks compute.
+    tokens that its blocks compute; those of tp have the same ones, and what each makes of them is a share of a sum.
     """
     engine = Engine(**how)
     prepared = prepare(inputs(tokens, positions, segments), 0, engine.comm)

@@ -42,7 +42,7 @@ def model(run: RunConfig) -> list[tuple[str, str]]:
 
 
 def kept(cfg: ModelConfig, dtype: torch.dtype) -> str:
-    """What decoding keeps of a token, by what it is."""
+    """What decoding keeps of a token, by what it is, on all ranks that share the heads together."""
     layers = bytes_of_token(cfg, dtype)
     sizes = {name: n for layer in layers for name, n in layer.items()}
     parts = [f"{name} {n:,} B in {sum(name in layer for layer in layers)} layers" for name, n in sizes.items()]
@@ -83,7 +83,7 @@ def use(run: RunConfig) -> list[tuple[str, str]]:
         ("  for logits", f"{human(rehearsal.head, 'B', 1024)}, a chunk of them and the gradient of the head"),
         ("together on a rank", f"{human(together, 'B', 1024)}, {'' if together <= 80e9 else 'not '}within 80 GB"),
         ("exchanged in a step", f"{exchanged}, by a rank"),
-        *(over_tp if run.mesh.tp > 1 else []),
+        *(over_tp if run.mesh.tp > 1 and run.indexer.stage != "dense-warmup" else []),
     ]
 
 

@@ -14,6 +14,8 @@ FP32, INT64 = 4, 8  # bytes
 def textbook(run: RunConfig) -> dict[str, int]:
     """The bytes of each kind of exchange; without the all-to-all of what indexers learn from, and balance losses.
 
+    Of runs that train the model, that is: while indexers alone learn, nothing but they has a backward pass.
+
     What enters a branch is gathered and what leaves it scattered, in the backward pass the other way round (sequence
     parallelism: Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2; here what has entered is kept, not gathered
     again). So are the states before the head, and those behind the embedding. The loss needs a maximum and two sums of

@@ -7,7 +7,7 @@ from training import RUN, numbers, text, train
 
 from configs import RUNS
 from glm5fn.command import parse
-from glm5fn.settings import dump
+from glm5fn.settings import FSDP, dump
 
 DP2 = ["--config", "dense-dp2"]
 
@@ -187,11 +187,18 @@ def test_sizes_that_ranks_cannot_share_are_refused_with_the_equation(refuse, arg
     assert equation in refuse(*argv.split())
 
 
-def test_a_layout_that_splits_less_than_the_ranks_compute_is_refused(refuse, tmp_path):
+@pytest.mark.parametrize(
+    ("store", "problem"),
+    [
+        ({"fsdp": ("embed",)}, "layout.store.tp () must be heads, kv_heads, ffn"),
+        ({**FSDP.store, "fsdp": ("heads", "embed")}, "layout.store (heads) must be left to layout.store.tp"),
+    ],
+)
+def test_a_layout_that_splits_less_than_the_ranks_compute_is_refused(refuse, tmp_path, store, problem):
     run = RUNS["dense-tp2"]
-    old = replace(run, layout=replace(run.layout, store={"fsdp": ("embed",)}))
+    old = replace(run, layout=replace(run.layout, store=store))
     (tmp_path / "old.yaml").write_text(dump(old))
-    assert "layout.store.tp () must be heads, kv_heads, ffn" in refuse("--config", "old.yaml")
+    assert problem in refuse("--config", "old.yaml")
 
 
 @pytest.mark.parametrize("started", ["1", "3", "4", "many"])

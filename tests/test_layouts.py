@@ -93,13 +93,27 @@ MODELS |= {
     "dense, split": {"model": tiny(**HEADS | {"num_attention_heads": 8, "num_key_value_heads": 4})},
     "tied, split": {"model": tiny(**HEADS | {"num_key_value_heads": 4, "tie_word_embeddings": True})},
 }
+MODELS["warm-up"] = {"model": ALL["model"], "indexer": IndexerConfig(stage="dense-warmup", teacher="served")}
 DEEP = GLM5 | HEADS | {"n_routed_experts": 8, "num_hidden_layers": 12, "index_topk_freq": 4, "indexer_types": ()}
 DEEP = tiny(**DEEP)
 PACKED = [name for name in FURTHER if name not in ("shard 2 x cp 2", "shard 4 x ep 2")]
-PACKED += ["tp 2", "tp 4, in experts", "cp 2 x tp 2 x ep 2", "cp 2 x tp 2 x ep 2, contiguous, in experts"]
+PACKED += ["cp 2 x tp 2 x ep 2"]
+PACKED_SLOW = ["tp 2", "tp 4, in experts", "cp 2 x tp 2 x ep 2, contiguous, in experts"]
 CELLS = [*DENSE_CELLS, ("all", "replicate 2 x shard 2"), *(("all", name) for name in FURTHER)]
 SPLIT_CELLS = [("tied, split", "tp 2"), *(("dense, split", name) for name in SPLIT)]
 SPLIT_CELLS += [("all", name) for name in (*SPLIT, *SPLIT_EXPERTS)]
+QUICK = (
+    ("tied, split", "tp 2"),
+    ("dense, split", "tp 4"),
+    ("all", "tp 2"),
+    ("all", "cp 2 x tp 2 x ep 2, contiguous, in experts"),
+)
+
+
+def some_slow(cells, quick=QUICK):
+    """Cells that begin with (model, grid); of those that split blocks, all but the quick ones are slow."""
+    slow = [cell[:2] in SPLIT_CELLS and cell[:2] not in quick for cell in cells]
+    return [pytest.param(*cell, marks=pytest.mark.slow if late else ()) for cell, late in zip(cells, slow, strict=True)]
 
 
 @cache  # each has groups of its own, and these have threads
@@ -213,7 +227,7 @@ def packed_gradient_of_one_process(*args):
 
 
 @pytest.mark.parametrize("steps", [24, 23])
-@pytest.mark.parametrize("grid", PACKED)
+@pytest.mark.parametrize("grid", [*PACKED, *(pytest.param(name, marks=pytest.mark.slow) for name in PACKED_SLOW)])
 def test_packed_rows_in_twelve_layers_have_the_loss_gradients_and_choices_of_one_process(grid, steps, pools):
     expected, count, seen = packed_gradient_of_one_process(steps)
     grid = GRIDS[grid]
@@ -265,10 +279,10 @@ def run_three_steps(grid, settings):
     return three_steps(grid, **settings)
 
 
-EQUAL = [*((*cell, 1) for cell in CELLS + SPLIT_CELLS), ("deep", "shard 2", 4)]
+EQUAL = [*((*cell, 1) for cell in CELLS + SPLIT_CELLS), ("deep", "shard 2", 4), ("warm-up", "tp 2", 1)]
 
 
-@pytest.mark.parametrize(("model", "grid", "micro"), EQUAL)
+@pytest.mark.parametrize(("model", "grid", "micro"), some_slow(EQUAL))
 def test_every_gradient_and_the_norm_equal_those_of_one_process(model, grid, micro, pools):
     expected = gradient_of_one_process(model, micro)
     micro = 2 if GRIDS[grid].cp > 1 else 1
@@ -298,10 +312,7 @@ STEPS += [("all", name, *how) for name, how in zip(FURTHER, cycle((PLAIN, ("sgd"
 STEPS += [(*cell, *how) for cell, how in zip(SPLIT_CELLS, cycle((PLAIN, ("sgd", "layer"), LATER)))]
 
 
-STEPS = [pytest.param(*cell, marks=pytest.mark.slow if cell[1] == "cp 4" else ()) for cell in STEPS]
-
-
-@pytest.mark.parametrize(("model", "grid", "optimizer", "recompute"), STEPS)
+@pytest.mark.parametrize(("model", "grid", "optimizer", "recompute"), some_slow(STEPS, QUICK[1:3]))
 def test_three_clipped_steps_equal_those_of_one_process(model, grid, optimizer, recompute, pools):
     grid = GRIDS[grid]
     records, params, means = three_steps_of_one_process(model, optimizer)

@@ -114,7 +114,8 @@ def test_every_grid_trains_as_one_process_where_no_key_is_left_out(model, grids,
 
 
 @pytest.mark.parametrize(
-    ("model", "grid", "limit"), [("moe-tiny", "ep2", 5e-3), ("dsa-tiny", "cp2", FLIPPED), ("glm5-tiny", "cp2-ep2", 5e-3)]
+    ("model", "grid", "limit"),
+    [("moe-tiny", "ep2", 5e-3), ("dsa-tiny", "cp2", FLIPPED), ("glm5-tiny", "cp2-ep2", 5e-3)],
 )
 def test_every_grid_trains_as_one_process_in_half_precision(model, grid, limit, tmp_path):
     """In rows as long as the runs have them: a short one can be a line of one character, whose tokens err together.

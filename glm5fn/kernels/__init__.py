@@ -21,7 +21,7 @@ class Kernels(NamedTuple):
     experts: (x [n, d], chosen [n, a], weights [n, a], gate_up [e, 2, f, d], down [e, d, f]) -> [n, d], the weighted sum
     of each token's chosen experts.
     token_loss: (x [n, d], head [v, d], targets [n]) -> the sum of -log softmax(head x)[target], in at least fp32,
-    over the targets that are not IGNORE.
+    over the targets that are not IGNORE; the fast ones also take a `comm.Vocab`, where other ranks have rows of it.
     select: (index q [b, s, i, j], index k [b, t, j], head weights [b, s, i], segments, topk) -> [b, s, g], int32.
     sparse_attention: (q [b, s, h, e], keys [b, t, e], chosen [b, s, g], rank, scale) -> [b, s, h, rank].
     index_loss: (teachers [(q, keys)], index q, k and head weights, chosen | None, segments, real, scale) -> [].
