@@ -28,13 +28,13 @@ def select_in_chunks(q: Tensor, k: Tensor, weights: Tensor, segments: Tensor | N
             some = slice(row, row + group)
             own, keys = q[some], k[some]
             documents = None if segments is None else segments[some]
-            mask = None
-            if steps > 1 or documents is not None or k.shape[1] <= topk:  # else every key is allowed
-                mask = allowed(documents, before, k.shape[1], q.device).expand(len(own), -1, -1)
+            mask = allowed(documents, before, k.shape[1], q.device).expand(len(own), -1, -1)
             if k.shape[1] > topk:
                 scores = (upcast(own).flatten(1, 2) @ upcast(keys).mT).relu_().view(-1, steps, heads, k.shape[1])
                 scores = (upcast(weights[some])[:, :, None] @ scores)[:, :, 0].mul_(scale)
-                mask = best(scores if mask is None else scores.masked_fill_(~mask, -math.inf), topk)
+                if steps > 1 or documents is not None:  # else every key is allowed
+                    scores.masked_fill_(~mask, -math.inf)
+                mask = best(scores, topk)
             pack(mask.flatten(0, 1), chosen[some].flatten(0, 1))
         return chosen
     for row in range(rows):
