@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .comm import Comm, Span, Tree, Vocab, local
 from .fetch import Started, finish, start
-from .mesh import Grid
+from .mesh import Grid, axis_of
 from .ops import upcast
 
 
@@ -186,8 +186,13 @@ class Share(torch.autograd.Function):
 
 def experts_on(grid: Grid, cut: bool = True, **how: Any) -> Callable[..., Tensor]:
     """`exchange_experts` on a grid, on which all ranks of tp may have a part of each expert. cut: and of the tokens."""
-    exchange, tp = partial(exchange_experts, mesh=grid.expert["ep"], **how), grid.expert["tp"]
-    here = Shard(0) if cut else Replicate()
+    ep, tp, here = axis_of(grid.expert, "ep"), axis_of(grid.expert, "tp"), Shard(0) if cut else Replicate()
+
+    def exchange(kernel: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        return kernel(*inputs) if ep is None else exchange_experts(kernel, *inputs, mesh=ep, **how)
+
+    if tp is None:
+        return exchange
 
     def experts(kernel: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         *tokens, gate_up, down = inputs
@@ -215,8 +220,6 @@ def exchange_experts(
     shares_of: (how many rows go to each rank and how many come from it [2, r], how many go in all) -> two lists.
     """
     ranks, held = mesh.size(), len(gate_up)
-    if ranks == 1:
-        return kernel(x, chosen, weights, gate_up, down)
     slots = chosen.flatten()  # slot n * a + i is the i-th choice of token n
     order = slots.argsort(stable=True)  # by expert, and so by rank
     source = order // chosen.shape[1]

@@ -44,7 +44,7 @@ class Part:
                 size[placed.dim] //= mesh.size(axis)
         dim = first.dim if isinstance(first, Shard) and mesh.size(0) > 1 else -1
         step = [cut(n, mesh.size(0), 0)[1] if i == dim else n for i, n in enumerate(size)]
-        shared = mesh.size(mesh.ndim - 1) > 1 and not isinstance(others[-1], Shard)
+        shared = "tp" in (mesh.mesh_dim_names or ()) and not isinstance(others[-1], Shard)
         return cls(tuple(size), dim, tuple(step), dtype, shared)
 
     @property
@@ -123,27 +123,26 @@ class Exchange:
                 target.view(self.ranks, *self.parts[i].step).copy_(self.parts[i].cut_up(wide[i], self.ranks))
             own = rows.new_empty(rows.shape[1])
             dist.reduce_scatter_tensor(own, rows.view(-1), group=self.mesh.get_group(0))
-            self.sum_copies(own)
+            self.sum_over("replicate", own)
             for i, piece in zip(self.sent, own.split(sizes), strict=True):
                 found[i] = self.parts[i].own(piece, self.ranks, self.rank)
         if whole := [i for i in range(len(wide)) if i not in found]:
             flat = torch.cat([wide[i].to(self.grad_dtype).flatten() for i in whole])
             if self.ranks > 1:
                 dist.all_reduce(flat, group=self.mesh.get_group(0))
-            self.sum_copies(flat)
+            self.sum_over("replicate", flat)
             for i, piece in zip(whole, flat.split([wide[i].numel() for i in whole]), strict=True):
                 found[i] = piece.view(self.parts[i].size)
         if shared := [i for i, part in enumerate(self.parts) if part.shared]:
             flat = torch.cat([found[i].flatten() for i in shared])
-            dist.all_reduce(flat, group=self.mesh.get_group(self.mesh.ndim - 1))
+            self.sum_over("tp", flat)
             for i, piece in zip(shared, flat.split([found[i].numel() for i in shared]), strict=True):
                 found[i] = piece.view(found[i].shape)
         return [found[i] for i in range(len(wide))]
 
-    def sum_copies(self, flat: Tensor) -> None:
-        copies = self.mesh.ndim - 2
-        if self.mesh.size(copies) > 1:
-            dist.all_reduce(flat, group=self.mesh.get_group(copies))
+    def sum_over(self, axis: str, flat: Tensor) -> None:
+        if axis in (self.mesh.mesh_dim_names or ()):
+            dist.all_reduce(flat, group=self.mesh.get_group(axis))
 
 
 class Gather(torch.autograd.Function):

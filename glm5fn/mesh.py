@@ -90,8 +90,10 @@ class Grid:
 
     dense: axes (fsdp, replicate, tp), of rows without an expert axis. expert: axes (rest, ep, replicate, tp), of rows
     with one; rest x ep is fsdp, so that ep takes no ranks of its own, and rest has those of tp too where tp does not
-    split experts. rows: axis (cp), the ranks that share rows of tokens. heads: axis (tp), those that share a block's
-    computation of the same tokens. balanced: of how the tokens of a row are cut.
+    split experts. Of both, axes of one rank behind the first are left out: DTensor tries what each may do with every
+    operation together with all others, which takes minutes on four. rows: axis (cp), the ranks that share rows of
+    tokens. heads: axis (tp), those that share a block's computation of the same tokens. balanced: of how the tokens of
+    a row are cut.
 
     Copies of the state are farthest apart in rank order and those of tp next to each other, but fsdp stands before
     replicate: a gradient is reduced axis by axis from the left, and so is scattered before what is left of it is summed
@@ -118,17 +120,28 @@ def make_grid(cfg: MeshConfig, kind: str) -> Grid | None:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     ranks = torch.arange(cfg.world)
     dense = rearrange(ranks, "(replicate fsdp tp) -> fsdp replicate tp", **cfg.dense)
-    tokens = {**cfg.expert, "rest": cfg.dp_shard * cfg.cp // cfg.ep}  # of rest, without the ranks of tp
-    expert = rearrange(ranks, "(replicate rest ep more tp) -> (rest more) ep replicate tp", **tokens)
-    rows = rearrange(ranks, "(data cp tp) -> (data tp) cp", cp=cfg.cp, tp=cfg.tp)
-    parameters = DeviceMesh(kind, dense.contiguous(), mesh_dim_names=tuple(cfg.dense))
+    before = {**cfg.expert, "rest": cfg.dp_shard * cfg.cp // cfg.ep}  # of rest, without the ranks of tp
+    expert = rearrange(ranks, "(replicate rest ep more tp) -> (rest more) ep replicate tp", **before)
+    tokens = rearrange(ranks, "(data cp tp) -> data cp tp", cp=cfg.cp, tp=cfg.tp)
+    sharing = DeviceMesh(kind, tokens, mesh_dim_names=("data", "cp", "tp"))
+
+    def named(axes: Mapping[str, int], ranks: torch.Tensor) -> DeviceMesh:
+        first, *others = axes
+        kept = (first, *(axis for axis in others if axes[axis] > 1))
+        return DeviceMesh(kind, ranks.reshape([axes[axis] for axis in kept]), mesh_dim_names=kept)
+
     return Grid(
-        dense=parameters,
-        expert=DeviceMesh(kind, expert.contiguous(), mesh_dim_names=tuple(cfg.expert)),
-        rows=DeviceMesh(kind, rows.contiguous(), mesh_dim_names=("others", "cp"))["cp"],
-        heads=parameters["tp"],
+        dense=named(cfg.dense, dense),
+        expert=named(cfg.expert, expert),
+        rows=sharing["cp"],
+        heads=sharing["tp"],
         balanced=cfg.cp_split == "balanced",
     )
+
+
+def axis_of(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
+    """The ranks along an axis; None for one rank."""
+    return mesh[name] if name in (mesh.mesh_dim_names or ()) else None
 
 
 def data_rank(cfg: MeshConfig) -> tuple[int, int]:

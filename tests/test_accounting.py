@@ -164,7 +164,7 @@ def test_the_rank_that_holds_the_most_is_counted():
     )
     assert at_rest(cut) == bytes_of(uncut + (counted - uncut) // 22 * 8)
     said = dict(layout(cut))
-    assert said["ranks"] == "6 (dp-replicate 2 x dp-shard 3 x cp 1, ep 1 of them)"
+    assert said["ranks"] == "6 (dp-replicate 2 x dp-shard 3 x cp 1 x tp 1, ep 1 of them)"
     assert "embed 22 over 3" in said["uneven parts"] and "more" in said["uneven parts"]
 
 

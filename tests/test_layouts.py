@@ -107,12 +107,13 @@ QUICK = (
     ("dense, split", "tp 4"),
     ("all", "tp 2"),
     ("all", "cp 2 x tp 2 x ep 2, contiguous, in experts"),
+    ("all", "cp 4"),
 )
 
 
 def some_slow(cells, quick=QUICK):
-    """Cells that begin with (model, grid); of those that split blocks, all but the quick ones are slow."""
-    slow = [cell[:2] in SPLIT_CELLS and cell[:2] not in quick for cell in cells]
+    """Cells that begin with (model, grid); of those that split blocks, and cp 4, all but the quick ones are slow."""
+    slow = [cell[:2] in (*SPLIT_CELLS, ("all", "cp 4")) and cell[:2] not in quick for cell in cells]
     return [pytest.param(*cell, marks=pytest.mark.slow if late else ()) for cell, late in zip(cells, slow, strict=True)]
 
 
