@@ -4,7 +4,7 @@ import math
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
-from itertools import cycle
+from itertools import cycle, product
 from unittest.mock import patch
 
 import numpy as np
@@ -96,9 +96,12 @@ MODELS |= {
 MODELS["warm-up"] = {"model": ALL["model"], "indexer": IndexerConfig(stage="dense-warmup", teacher="served")}
 DEEP = GLM5 | HEADS | {"n_routed_experts": 8, "num_hidden_layers": 12, "index_topk_freq": 4, "indexer_types": ()}
 DEEP = tiny(**DEEP)
-PACKED = [name for name in FURTHER if name not in ("shard 2 x cp 2", "shard 4 x ep 2")]
-PACKED += ["cp 2 x tp 2 x ep 2"]
-PACKED_SLOW = ["tp 2", "tp 4, in experts", "cp 2 x tp 2 x ep 2, contiguous, in experts"]
+PACKED = [name for name in FURTHER if name not in ("shard 2 x cp 2", "shard 4 x ep 2")] + ["cp 2 x tp 2 x ep 2"]
+MORE = ["tp 2", "tp 4, in experts", "cp 2 x tp 2 x ep 2, contiguous, in experts"]
+SLOW = [*product(MORE, (24, 23)), *((name, 24) for name in PACKED if GRIDS[name].world > 2)]
+PACKED = [
+    pytest.param(*cell, marks=pytest.mark.slow if cell in SLOW else ()) for cell in product((*PACKED, *MORE), (24, 23))
+]
 CELLS = [*DENSE_CELLS, ("all", "replicate 2 x shard 2"), *(("all", name) for name in FURTHER)]
 SPLIT_CELLS = [("tied, split", "tp 2"), *(("dense, split", name) for name in SPLIT)]
 SPLIT_CELLS += [("all", name) for name in (*SPLIT, *SPLIT_EXPERTS)]
@@ -227,8 +230,7 @@ def packed_gradient_of_one_process(*args):
     return packed_gradient(MeshConfig(), *args)
 
 
-@pytest.mark.parametrize("steps", [24, 23])
-@pytest.mark.parametrize("grid", [*PACKED, *(pytest.param(name, marks=pytest.mark.slow) for name in PACKED_SLOW)])
+@pytest.mark.parametrize(("grid", "steps"), PACKED)
 def test_packed_rows_in_twelve_layers_have_the_loss_gradients_and_choices_of_one_process(grid, steps, pools):
     expected, count, seen = packed_gradient_of_one_process(steps)
     grid = GRIDS[grid]
