@@ -20,6 +20,7 @@ from .comm import Comm, Span, Tree, Vocab, local
 from .fetch import Started, finish, start
 from .mesh import Grid, axis_of
 from .ops import upcast
+from .settings import MeshConfig
 
 
 def comm_for(grid: Grid | None, dtype: torch.dtype, grad_dtype: torch.dtype) -> Comm:
@@ -98,6 +99,11 @@ def parts_of(order: Order, tp: int) -> int:
     return len(order) * math.lcm(len(order[0]), tp)
 
 
+def pieces_of(mesh: MeshConfig) -> int:
+    """Into how many equal parts the ranks of a mesh cut a row."""
+    return parts_of(chunk_order(mesh.cp, mesh.cp_split == "balanced"), mesh.tp)
+
+
 def own_part(values: Tensor, order: Order, mesh: DeviceMesh) -> Tensor:
     if len(order) == 1:
         return values
@@ -139,7 +145,7 @@ def heads_for_tokens(queries: Float[Tensor, "b s h e"], mesh: DeviceMesh) -> Flo
     """Some heads of all tokens -> all heads of this rank's part of them."""
     if mesh.size() == 1:
         return queries
-    sent = rearrange(queries.detach(), "b (n r) h e -> n b r h e", n=mesh.size()).contiguous()
+    sent = rearrange(queries, "b (n r) h e -> n b r h e", n=mesh.size()).contiguous()
     sizes = [1] * mesh.size()
     received = functional.wait_tensor(functional.all_to_all_single(sent, sizes, sizes, mesh))
     return rearrange(received, "n b r h e -> b r (n h) e")

@@ -57,13 +57,8 @@ def textual(tokens: Sequence[int], stops: Collection[int]) -> list[int]:
 
 def show(writer: Writer, prompt: Sequence[int]) -> Row:
     """Print a text while it grows, and how fast it did."""
-    stream, begin, shown, first, row = (
-        Stream(writer.loaded.tokenizer),
-        time.perf_counter(),
-        0,
-        0.0,
-        Row(prompt, writer.most),
-    )
+    stream, row = Stream(writer.loaded.tokenizer), Row(prompt, writer.most)
+    begin, shown, first = time.perf_counter(), 0, 0.0
     for (row,) in writer.rounds([prompt]):
         first = first or time.perf_counter() - begin
         say("".join(map(stream.add, textual(row.ids[shown:], writer.stops))), end="")

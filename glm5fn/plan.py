@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from .collectives import chunk_order, parts_of
+from .collectives import pieces_of
 from .config import ModelConfig
 from .decode import bytes_of_token
 from .device import widest
@@ -58,7 +58,7 @@ def layout(run: RunConfig) -> list[tuple[str, str]]:
         largest = max(largest, (math.prod(size), path, size))
         uneven += [f"{path} {size[dim]} over {n}" for dim, n in cuts.items() if size[dim] % n]
     count, path, size = largest
-    pieces = parts_of(chunk_order(run.mesh.cp, run.mesh.cp_split == "balanced"), run.mesh.tp)
+    pieces = pieces_of(run.mesh)
     if missing := -run.data.seq_len % pieces:
         uneven.insert(0, f"rows of {run.data.seq_len:,} tokens over {pieces} parts: {missing} of padding")
     more = f", and {len(uneven) - 3} more" if len(uneven) > 3 else ""
@@ -77,17 +77,18 @@ def use(run: RunConfig) -> list[tuple[str, str]]:
     together = state + max(rehearsal.peak, memory["gradients"] + rounded)
     memory["activations"] = rehearsal.peak - rehearsal.gradients
     beside = {"activations": f", when {human(rehearsal.gradients, 'B', 1024)} of gradients are there"}
-    exchanged, over_tp = by_kind(rehearsal.exchanged), [("  over tp", by_kind(textbook(run)))]
+    counted = run.mesh.tp > 1 and run.indexer.stage != "dense-warmup"
+    over_tp = [("  over tp", listed(textbook(run)))] if counted else []
     return [
         *((f"{name} on a rank", human(n, "B", 1024) + beside.get(name, "")) for name, n in memory.items()),
         ("  for logits", f"{human(rehearsal.head, 'B', 1024)}, a chunk of them and the gradient of the head"),
         ("together on a rank", f"{human(together, 'B', 1024)}, {'' if together <= 80e9 else 'not '}within 80 GB"),
-        ("exchanged in a step", f"{exchanged}, by a rank"),
-        *(over_tp if run.mesh.tp > 1 and run.indexer.stage != "dense-warmup" else []),
+        ("exchanged in a step", f"{listed(rehearsal.exchanged)}, by a rank"),
+        *over_tp,
     ]
 
 
-def by_kind(exchanged: Mapping[str, int]) -> str:
+def listed(exchanged: Mapping[str, int]) -> str:
     return ", ".join(f"{kind} {human(n, 'B', 1024)}" for kind, n in sorted(exchanged.items())) or "nothing"
 
 

@@ -2,13 +2,15 @@
 
 from collections import Counter
 
-from .collectives import chunk_order, parts_of
+import torch
+
+from .collectives import pieces_of
 from .model import model_specs
 from .run import compute_dtype
 from .settings import RunConfig
 from .spec import cut, rows, shape, split_dims
 
-FP32, INT64 = 4, 8  # bytes
+FP32, INT64 = torch.float32.itemsize, torch.int64.itemsize
 
 
 def textbook(run: RunConfig) -> dict[str, int]:
@@ -25,7 +27,7 @@ def textbook(run: RunConfig) -> dict[str, int]:
     """
     cfg, mesh, data, depths = run.model, run.mesh, run.data, run.mtp_depths
     batches = data.global_batch // (mesh.data_ranks * data.micro_batch)
-    missing = -data.seq_len % parts_of(chunk_order(mesh.cp, mesh.cp_split == "balanced"), mesh.tp)
+    missing = -data.seq_len % pieces_of(mesh)
     tokens = data.micro_batch * (data.seq_len + missing) // mesh.cp
     layers = [*range(cfg.num_hidden_layers), *[cfg.num_hidden_layers] * depths]
     inside = sum(map(cfg.is_moe, layers)) * (mesh.tp_experts == "ffn")  # whose experts all ranks have a part of
