@@ -2,8 +2,9 @@
 
 Both systems read the same weights and prompts, and take turns, each in a process of its own: the first token behind a
 prompt (prefill), then those up to --new (decoding). What transformers' `generate` takes for these is the time of all
-less that of one. `--against longer` and `wider` compare ours with itself, behind 8 times the prompt and in 8 times the
-rows; with `none` it runs alone. Prints a table of medians and, last, one JSON line.
+less that of one. The ids of both may part: index scores that ReLU makes 0 tie at the cut, where transformers' topk
+takes any of them, and ours the first. `--against longer` and `wider` compare ours with itself, behind 8 times the
+prompt and in 8 times the rows; with `none` it runs alone. Prints a table of medians and, last, one JSON line.
 """
 
 import json
