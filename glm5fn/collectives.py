@@ -28,8 +28,10 @@ def comm_for(grid: Grid | None, dtype: torch.dtype, grad_dtype: torch.dtype) -> 
     if grid is None:
         return local(dtype)
 
+    wide = grad_dtype != torch.promote_types(dtype, torch.float32) and axis_of(grid.expert, "ep") is not None
+
     def begin(params: Tree, specs: Tree) -> Started:
-        return start(params, specs, grid, dtype, grad_dtype)
+        return start(params, specs, grid, dtype, grad_dtype if wide else dtype, grad_dtype)
 
     def fetch(params: Tree, specs: Tree, started: Started | None = None) -> Tree:
         return finish(begin(params, specs) if started is None else started, params, specs, grid)
@@ -223,6 +225,8 @@ def exchange_experts(
 
     Each row is computed as one process would, in the same order of operations, and added in the order of experts.
 
+    Experts of a wider dtype than x: the rows of each rank are computed on their own, in that of x, so that they have
+    the bits that they have at home; the gradients of the ranks are summed up in the wider one.
     shares_of: (how many rows go to each rank and how many come from it [2, r], how many go in all) -> two lists.
     """
     ranks, held = mesh.size(), len(gate_up)
@@ -233,10 +237,16 @@ def exchange_experts(
     received = functional.all_to_all_single(sent, [held] * ranks, [held] * ranks, mesh)
     received = functional.wait_tensor(received)
     give, take = shares_of(torch.stack((sent, received)).view(2, ranks, held).sum(-1), len(slots))
-    rows = functional.all_to_all_single_autograd(x.index_select(0, source), take, give, mesh)
+    rows = upcast(x).index_select(0, source).type_as(x)  # whose gradients are summed up in at least fp32
+    rows = functional.all_to_all_single_autograd(rows, take, give, mesh)
     shares = weights.flatten().index_select(0, order)[:, None]
     shares = functional.all_to_all_single_autograd(shares, take, give, mesh)
     experts = torch.arange(held, device=x.device).repeat(ranks).repeat_interleave(received, output_size=sum(take))
-    done = kernel(rows, experts[:, None], shares, gate_up, down)
+    inputs = rows, experts[:, None], shares
+    if gate_up.dtype != x.dtype:
+        each = zip(*(part.split(take) for part in inputs), strict=True)
+        done = torch.cat([kernel(*part, gate_up.type_as(x), down.type_as(x)) for part in each])
+    else:
+        done = kernel(*inputs, gate_up, down)
     back = functional.all_to_all_single_autograd(done, give, take, mesh)
     return torch.zeros_like(upcast(x)).index_add(0, source, upcast(back)).type_as(x)

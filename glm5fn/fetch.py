@@ -160,13 +160,15 @@ class Gather(torch.autograd.Function):
 Started = Mapping[str, Exchange]  # by mesh
 
 
-def start(params: Tree, specs: Tree, grid: Grid, dtype: torch.dtype, grad_dtype: torch.dtype) -> Started:
-    """Begin to gather a block's parameters."""
+def start(
+    params: Tree, specs: Tree, grid: Grid, dtype: torch.dtype, expert_dtype: torch.dtype, grad_dtype: torch.dtype
+) -> Started:
+    """Begin to gather a block's parameters, those of experts in a dtype of their own."""
     rows, leaves = flatten(specs), flatten(params)
     started = {}
-    for name, mesh in (("dense", grid.dense), ("expert", grid.expert)):
+    for name, mesh, own in (("dense", grid.dense, dtype), ("expert", grid.expert, expert_dtype)):
         if paths := paths_on(mesh, rows, grid):
-            parts = [Part.of(leaves[path], rows[path].dtype(dtype)) for path in paths]
+            parts = [Part.of(leaves[path], rows[path].dtype(own)) for path in paths]
             held = [leaves[path].to_local().detach() for path in paths]
             started[name] = Exchange(mesh, parts, held, grad_dtype)
     return started

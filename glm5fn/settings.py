@@ -182,7 +182,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     steps: int = 100  # where the run stops
     seed: int = 0
-    deterministic: bool = False  # sum gradients in fp64, so that data-parallel layouts agree to the bit
+    deterministic: bool = False  # sum gradients in fp64, so that dp and ep layouts agree to the bit
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"  # of the computation; parameters and moments are always fp32
     recompute: Literal["none", "layer"] = "none"  # layer: keep only each layer's input for the backward pass

@@ -335,10 +335,13 @@ def test_three_clipped_steps_equal_those_of_one_process(model, grid, optimizer, 
 BITWISE = {
     "fp32": {"precision": "fp32", "model": tiny(hidden_size=42)},
     "bf16, tied": {"precision": "bf16", "model": tiny(hidden_size=42, tie_word_embeddings=True)},
+    "fp32, all": {"precision": "fp32", **ALL},
     "bf16, all": {"precision": "bf16", **ALL},
 }
 BITWISE_CELLS = [(name, grid) for name in ("fp32", "bf16, tied") for _, grid in DENSE_CELLS] + [
-    ("bf16, all", "shard 2")
+    ("bf16, all", "shard 2"),
+    ("bf16, all", "ep 2"),
+    ("fp32, all", "replicate 2 x shard 2 x ep 2"),
 ]
 
 

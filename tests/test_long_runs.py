@@ -106,6 +106,14 @@ def test_every_grid_trains_as_one_process(model, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("model", "grids"), [("moe-tiny", ["ep2"]), ("dsa-tiny", ["dp2"]), ("glm5-tiny", ["dp2-ep2", "hsdp-ep2"])]
+)
+def test_deterministic_grids_of_data_and_experts_have_the_losses_of_one_process(model, grids, tmp_path):
+    for found, _ in differences(tmp_path, model, "--deterministic", grids=grids):
+        assert not any(found)
+
+
+@pytest.mark.parametrize(
     ("model", "grids", "limit"), [("dsa-tiny", ["dp2", "cp2"], 1e-5), ("glm5-tiny", ["dp2-ep2"], FLIPPED)]
 )
 def test_every_grid_trains_as_one_process_where_no_key_is_left_out(model, grids, limit, tmp_path):

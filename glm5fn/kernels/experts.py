@@ -59,8 +59,8 @@ def groups(sizes: Sequence[int], *parts: Tensor) -> Iterator[tuple[Any, ...]]:
 
 
 def by_group(times: Product, sizes: Sequence[int], a: Tensor, b: Tensor) -> Tensor:
-    """Each expert's rows of a by its matrix of b."""
-    return torch.cat([times(rows, b[e]) for e, rows in groups(sizes, a)])
+    """Each expert's rows of a, in memory of their own, since bits depend on where it starts, by its matrix of b."""
+    return torch.cat([times(rows.clone(), b[e]) for e, rows in groups(sizes, a)])
 
 
 # Operators of torch's, since a loop over counts can be neither compiled, nor run on meta tensors, nor under vmap.
