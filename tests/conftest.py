@@ -1,6 +1,5 @@
 """What all tests share."""
 
-import os
 import re
 
 import pytest
@@ -51,9 +50,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_configure():
-    """One thread in a test process where several run: they would wait for each other."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
+    """One thread, as in the processes of a pool, whose bits tests expect; and several would wait for each other."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
