@@ -20,8 +20,14 @@ Product = Callable[[Tensor, Tensor], Tensor]
 FEW = 64  # rows of all experts, as when texts get one token more: then small operations cost more than their arithmetic
 
 
-def widened_product(a: Tensor, b: Tensor) -> Tensor:
-    return (upcast(a) @ upcast(b)).type_as(a)
+def widened(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(upcast(a), upcast(b)).type_as(a)
+
+
+def product_for(x: Tensor) -> Product:
+    """Half precisions are multiplied in fp32 on a CPU: oneDNN takes milliseconds to prepare a product of a new size, if
+    it has instructions for them at all, and groups are ever of new sizes."""
+    return widened if x.device.type == "cpu" and x.dtype.itemsize < torch.float32.itemsize else torch.mm
 
 
 def ahead(rows: Tensor, share: Tensor, first: Tensor, second: Tensor, times: Product) -> tuple[Tensor, Tensor]:
@@ -66,17 +72,17 @@ def by_group(times: Product, sizes: Sequence[int], a: Tensor, b: Tensor) -> Tens
 # Operators of torch's, since a loop over counts can be neither compiled, nor run on meta tensors, nor under vmap.
 # Not `custom_op`, which torch.func cannot call inside of a backward pass.
 INPUTS = "Tensor x, Tensor share, Tensor first, Tensor second, Tensor source, Tensor counts"
-torch.library.define("glm5fn::experts", f"({INPUTS}, bool widen) -> (Tensor, Tensor)")
+torch.library.define("glm5fn::experts", f"({INPUTS}) -> (Tensor, Tensor)")
 torch.library.define(
-    "glm5fn::experts_back", f"(Tensor grad, {INPUTS}, Tensor hidden, bool widen) -> (Tensor, Tensor, Tensor, Tensor)"
+    "glm5fn::experts_back", f"(Tensor grad, {INPUTS}, Tensor hidden) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 @torch.library.impl("glm5fn::experts", "CompositeExplicitAutograd")
 def loop_ahead(
-    x: Tensor, share: Tensor, first: Tensor, second: Tensor, source: Tensor, counts: Tensor, widen: bool
+    x: Tensor, share: Tensor, first: Tensor, second: Tensor, source: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    times = widened_product if widen else torch.mm
+    times = product_for(x)
     total, sizes = torch.zeros_like(upcast(x)), counts.tolist()
     if 0 < len(source) <= FEW:
         y, hidden = ahead(x.index_select(0, source), share, first, second, partial(by_group, times, sizes))
@@ -99,9 +105,8 @@ def loop_back(
     source: Tensor,
     counts: Tensor,
     hidden: Tensor,
-    widen: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    times = widened_product if widen else torch.mm
+    times = product_for(x)
     total, share_grad = torch.zeros_like(upcast(x)), torch.empty_like(share)
     first_grad, second_grad = torch.empty_like(first), torch.empty_like(second)
     sizes = counts.tolist()
@@ -139,21 +144,19 @@ class Loop(torch.autograd.Function):
         source: Tensor,
         order: Tensor,
         counts: Tensor,
-        widen: bool,
     ) -> tuple[Tensor, Tensor]:
-        return torch.ops.glm5fn.experts(x, share, first, second, source, counts, widen)
+        return torch.ops.glm5fn.experts(x, share, first, second, source, counts)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.widen = inputs
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*tensors, output[1])
+        ctx.save_for_backward(*inputs, output[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, share, first, second, source, _, counts, hidden = ctx.saved_tensors
-        grads = torch.ops.glm5fn.experts_back(grad, x, share, first, second, source, counts, hidden, ctx.widen)
-        return *grads, None, None, None, None
+        grads = torch.ops.glm5fn.experts_back(grad, x, share, first, second, source, counts, hidden)
+        return *grads, None, None, None
 
 
 class Grouped(Loop):
@@ -168,7 +171,6 @@ class Grouped(Loop):
         source: Tensor,
         order: Tensor,
         counts: Tensor,
-        widen: bool,
     ) -> tuple[Tensor, Tensor]:
         times = partial(F.grouped_mm, offs=counts.cumsum(0, dtype=torch.int32))
         y, hidden = ahead(x.index_select(0, source), share, first, second, times)
@@ -180,7 +182,7 @@ class Grouped(Loop):
         times = partial(F.grouped_mm, offs=counts.cumsum(0, dtype=torch.int32))
         rows, slopes = x.index_select(0, source), grad.index_select(0, source)
         row_grad, *grads = back(slopes, rows, share, hidden, first, second, times)
-        return home(row_grad, order, len(x)), *grads, None, None, None, None
+        return home(row_grad, order, len(x)), *grads, None, None, None
 
 
 def home(rows: Float[Tensor, "m d"], order: Int[Tensor, "m"], tokens: int) -> Float[Tensor, "n d"]:
@@ -202,7 +204,6 @@ def sort_experts(
     weights: Float[Tensor, "n a"],
     gate_up: Float[Tensor, "e 2 f d"],
     down: Float[Tensor, "e d f"],
-    widen: bool = False,
 ) -> Float[Tensor, "n d"]:
     """Apply Loop or Grouped to the rows in the order of their experts."""
     slots = chosen.flatten()  # slot n * a + i is the i-th choice of token n
@@ -210,7 +211,7 @@ def sort_experts(
     order = slots.argsort(stable=True)
     source = order // chosen.shape[1]
     share = weights.flatten().index_select(0, order)
-    return function(x, share, gate_up.flatten(1, 2), down, source, order, counts, widen)[0]
+    return function(x, share, gate_up.flatten(1, 2), down, source, order, counts)[0]
 
 
 def experts(
@@ -224,14 +225,3 @@ def experts(
     aligned = x.shape[1] % 8 == 0 and down.shape[2] % 8 == 0
     grouped = aligned and x.dtype == torch.bfloat16 and x.device.type == "cuda"
     return sort_experts(partial(apply, Grouped if grouped else Loop), x, chosen, weights, gate_up, down)
-
-
-def widened_experts(
-    x: Float[Tensor, "n d"],
-    chosen: Int[Tensor, "n a"],
-    weights: Float[Tensor, "n a"],
-    gate_up: Float[Tensor, "e 2 f d"],
-    down: Float[Tensor, "e d f"],
-) -> Float[Tensor, "n d"]:
-    """As `reference.experts`, for half precision on a device without units for it."""
-    return sort_experts(partial(apply, Loop), x, chosen, weights, gate_up, down, widen=True)

@@ -15,8 +15,15 @@ from torch import Tensor
 from ..comm import Vocab
 from ..ops import apply, upcast
 from . import portable
-from .experts import widened_experts as experts
-from .portable import index_loss, rms_norm, rope, select, sparse_attention, swiglu  # these upcast what they hold
+from .portable import (
+    experts,
+    index_loss,
+    rms_norm,
+    rope,
+    select,
+    sparse_attention,
+    swiglu,
+)  # these upcast what they hold
 
 __all__ = [
     "attention",
