@@ -2,7 +2,8 @@
 
 Each process computes with one thread, on as many tokens. Only one pair works at a time: a step of one, a step of the
 next. Then each pair repeats the exchanges of its step without the computation. Prints a table, the bytes that a rank
-exchanges in a step, of tp beside what the textbook counts, and, last, one JSON line.
+exchanges in a step, and, last, one JSON line. Those over tp are counted by the textbook too; what two such ranks
+exchange beyond them are the parameters of experts, of which each rests on a part, and a few counts.
 """
 
 import json
