@@ -136,12 +136,14 @@ def test_a_batch_without_labels_has_loss_and_gradients_of_zero():
 
 
 @KERNELS
-def test_linear_equals_a_loop_and_its_gradients_the_formula(kernels):
-    x, weight, bias = randn(2, 3, 5).requires_grad_(), randn(4, 5, seed=1).requires_grad_(), randn(4, seed=2)
+@pytest.mark.parametrize(("rows", "steps"), [(2, 3), (1, 4), (1, 1), (0, 3)])  # a few are computed in another way
+def test_linear_equals_a_loop_and_its_gradients_the_formula(kernels, rows, steps):
+    x, weight, bias = randn(rows, steps, 5).requires_grad_(), randn(4, 5, seed=1).requires_grad_(), randn(4, seed=2)
     bias.requires_grad_()
-    y, slope = kernels.linear(x, weight, bias), randn(2, 3, 4, seed=3)
-    for b in range(2):
-        for s in range(3):
+    y, slope = kernels.linear(x, weight, bias), randn(rows, steps, 4, seed=3)
+    assert y.shape == slope.shape and y.is_contiguous()
+    for b in range(rows):
+        for s in range(steps):
             for o in range(4):
                 total = bias[o] + sum(x[b, s, i] * weight[o, i] for i in range(5))
                 assert math.isclose(y[b, s, o].item(), total.item(), rel_tol=1e-11)

@@ -87,8 +87,10 @@ def attend(q: Tensor, keys: Tensor, chosen: Tensor, rank: int, scale: float) -> 
         group = max(1, held(q.device) // (chosen[0].numel() * keys.shape[2]))
         for row in range(0, len(q), group):
             some = slice(row, row + group)
-            at, own = torch.arange(len(q[some]), device=q.device)[:, None, None], chosen[some].long()
-            latents = upcast(keys[some][at, own.clamp(min=0)])
+            own = chosen[some]
+            pairs = zip(keys[some], own.clamp(min=0), strict=True)
+            met = [kept.index_select(0, index.flatten()) for kept, index in pairs]
+            latents = upcast(torch.stack(met)).unflatten(1, own.shape[1:])
             weights = softmax_of(upcast(q[some]), latents, own < 0, scale)
             y[some] = torch.matmul(weights, latents[..., :rank])
         return y

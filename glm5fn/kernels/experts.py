@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..ops import apply, upcast
 from . import reference
+from .thin import matmul
 
 Product = Callable[[Tensor, Tensor], Tensor]
 FEW = 64  # rows of all experts, as when texts get one token more: then small operations cost more than their arithmetic
@@ -27,7 +28,7 @@ def widened(a: Tensor, b: Tensor) -> Tensor:
 def product_for(x: Tensor) -> Product:
     """Half precisions are multiplied in fp32 on a CPU: oneDNN takes milliseconds to prepare a product of a new size, if
     it has instructions for them at all, and groups are ever of new sizes."""
-    return widened if x.device.type == "cpu" and x.dtype.itemsize < torch.float32.itemsize else torch.mm
+    return widened if x.device.type == "cpu" and x.dtype.itemsize < torch.float32.itemsize else matmul
 
 
 def ahead(rows: Tensor, share: Tensor, first: Tensor, second: Tensor, times: Product) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from .dsa_loss import index_loss
 from .dsa_select import select
 from .experts import experts
 from .reference import IGNORE
+from .thin import linear
 
 __all__ = [
     "attention",
@@ -32,8 +33,6 @@ __all__ = [
 
 LOGITS = 1 << 22  # logits that the loss holds at once,
 ROWS = 128  # but never fewer rows of them: a matmul of less is slow
-
-linear = F.linear
 
 
 class RMSNorm(torch.autograd.Function):
