@@ -3,8 +3,9 @@
 Both systems read the same weights and prompts, and take turns, each in a process of its own: the first token behind a
 prompt (prefill), then those up to --new (decoding). What transformers' `generate` takes for these is the time of all
 less that of one. The ids of both may part: index scores that ReLU makes 0 tie at the cut, where transformers' topk
-takes any of them, and ours the first. `--against longer` and `wider` compare ours with itself, behind 8 times the
-prompt and in 8 times the rows; with `none` it runs alone. Prints a table of medians and, last, one JSON line.
+takes any of them, and ours the first. `--compile` compiles our layers, in the first turn, which is not counted.
+`--against longer` and `wider` compare ours with itself, behind 8 times the prompt and in 8 times the rows; with `none`
+it runs alone. Prints a table of medians and, last, one JSON line.
 """
 
 import json
@@ -24,7 +25,7 @@ from turns import Reply, System, collect, ratios
 from glm5fn import ModelConfig, init_params, load, save_hf
 from glm5fn.generate import generate
 from glm5fn.kernels import kernels_for
-from glm5fn.model import Engine
+from glm5fn.model import Engine, block, compiled
 
 TIMES = 8
 
@@ -36,6 +37,7 @@ class Options(Shape):
     batch: int = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
     rounds: int = 3  # counted ones, after one that is not; with 0 that one is
+    compile: bool = False  # ours: the block, for the tokens after the first
     against: Literal["transformers", "none", "longer", "wider"] = "transformers"
     weights: tyro.conf.Suppress[str] = ""  # where both systems read them
 
@@ -48,7 +50,8 @@ def prompts(options: Options) -> torch.Tensor:
 def ours(options: Options, system: System) -> Iterator[float]:
     yield 0.0
     cfg, params = load(options.weights, system.weights)
-    engine, rows = Engine(kernels=kernels_for("cpu", system.compute)), prompts(options).tolist()
+    layer = compiled(dynamic=True) if options.compile else block
+    engine, rows = Engine(kernels=kernels_for("cpu", system.compute), block=layer), prompts(options).tolist()
     while True:
         rounds = generate(params, rows, cfg, engine, most=options.new)
         found = next(rounds)

@@ -69,7 +69,8 @@ class Architecture:
     tie_word_embeddings: bool = False
     eos_token_id: tuple[int, ...] = ()  # the first one also ends each document of training text
     pad_token_id: int | None = None
-    extra: Fixed[Mapping[str, Any]] = field(default_factory=dict)  # keys of config.json that are only carried along
+    # Keys of config.json that are only carried along.
+    extra: Fixed[Mapping[str, Any]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if problems := list(faults(self)):

@@ -1,6 +1,7 @@
 """One layer of any of the families: its parameter rows, and the function over them."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from jaxtyping import Float, Int
@@ -25,7 +26,8 @@ def norm_spec(key: str) -> Param:
     return Param("embed", init="ones", hf=f"{{layer}}.{key}.weight")
 
 
-def block_specs(cfg: ModelConfig, layer: int) -> dict[str, Any]:
+@cache  # asked for each layer of each token
+def block_specs(cfg: ModelConfig, layer: int) -> Mapping[str, Any]:
     """The rows of one layer. GLM-4-0414 calls the norm before the MLP `post_attention_layernorm`, as the others do.
 
     The layers behind the last one are those of multi-token prediction: each has an indexer of its own.

@@ -43,6 +43,7 @@ def complete(
     max_new_tokens: int = 256,
     sampling: Annotated[Sampling, arg(name="")] = GREEDY,
     drafts: int = 0,
+    compile: bool = False,
     tokenizer: str | None = None,
     template: str | None = None,
     control_tokens: bool = False,
@@ -67,6 +68,7 @@ def complete(
         batch: rows that are computed at once
         max_new_tokens: the most that a text may get
         drafts: how many tokens to draft at once by multi-token prediction; the text is the same, or as likely
+        compile: compile the layers, which then take less time for a token: pays where minutes are spent on writing
         tokenizer: bytes, a tokenizer.json, or the directory of one; by default the model's, or bytes
         template: the Jinja template of chats, if it is not beside the tokenizer
         control_tokens: what reads like a control token in a text is one
@@ -81,6 +83,8 @@ def complete(
         raise ConfigError("--out must be set with --jsonl, and only with it: where the rows are written")
     if batch < 1:
         raise ConfigError(f"--batch ({batch}) must be at least 1")
+    if compile and drafts:
+        raise ConfigError(f"--compile and --drafts ({drafts}) exclude each other: only steps of one token are compiled")
     cfg, kind = refuse_model(model, mesh, tokenizer), choose(device)
     refuse([], cfg, max_new_tokens, sampling, drafts)
     named = tokenizer_name(model, tokenizer)
@@ -102,7 +106,8 @@ def complete(
         raise ConfigError(str(error)) from error
 
     def work() -> None:
-        loaded = load_for(model, mesh=mesh, device=kind, precision=precision, tokenizer=tokenizer, mtp=drafts > 0)
+        how = {"precision": precision, "tokenizer": tokenizer, "mtp": drafts > 0, "compile": compile}
+        loaded = load_for(model, mesh=mesh, device=kind, **how)
         writer = Writer(loaded, max_new_tokens, stops, sampling, drafts)
         if out is not None:
             complete_rows(writer, rows, prompts, batch, gather(done)[0], out)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .batch import Documents
-from .block import Params, block_specs
+from .block import Params, block, block_specs
 from .comm import Comm, Span
 from .config import ModelConfig
 from .model import Engine, head_weight, trunk
@@ -116,6 +116,12 @@ def keeping(comm: Comm, kept: Mapping[str, Tensor], past: int) -> Comm:
     return replace(comm, gather=gather, past=past, spans=spans)
 
 
+def engine_for(steps: int, engine: Engine, comm: Comm) -> Engine:
+    """An engine with these exchanges, for so many tokens of each row: a compiled layer runs one alone, since each other
+    number is another graph, and gains less."""
+    return replace(engine, comm=comm, block=engine.block if steps == 1 else block)
+
+
 class Placed(NamedTuple):
     """Where new tokens stand, and the cache whose places are taken for them."""
 
@@ -162,7 +168,7 @@ def advance(
     def comm_of(layer: int) -> Comm:
         return keeping(comm, cache.kept[str(layer)], past)
 
-    x = trunk(params, comm.mine(tokens), cfg, where, replace(engine, comm=comm), comm_of).x
+    x = trunk(params, comm.mine(tokens), cfg, where, engine_for(tokens.shape[1], engine, comm), comm_of).x
     return comm.gather(comm.enter(x))[0], cache
 
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .block import Params
+from .block import Params, block
 from .collectives import comm_for
 from .comm import LOCAL
 from .config import ModelConfig
@@ -19,7 +19,7 @@ from .kernels import kernels_for
 from .launch import end_with_launcher, launch, launched, refuse_count, restarts
 from .limits import mesh_faults
 from .mesh import Grid, make_grid, place, start, together
-from .model import Engine, model_specs
+from .model import Engine, compiled, model_specs
 from .settings import CONFIG, FSDP, DataConfig, MeshConfig, load
 from .spec import Param, Region
 from .stores import STATE
@@ -57,11 +57,13 @@ def load_for(
     precision: Precision = "fp32",
     tokenizer: str | None = None,
     mtp: bool = False,
+    compile: bool = False,
 ) -> Loaded:
     """Open a model's directory, or a run's checkpoint, on a grid whose processes are there; all ranks call it alike.
 
     Each rank reads only its own parts. tokenizer: see `tokenizer_name`. mtp: also the weights of multi-token
-    prediction. Raises RunError, on all ranks together, for what cannot be read.
+    prediction. compile: the layers, for steps of decoding. Raises RunError, on all ranks together, for what cannot be
+    read.
     """
     device = choose(device)
     grid = make_grid(mesh, device)
@@ -79,7 +81,9 @@ def load_for(
         return Loaded(
             cfg=cfg,
             params=place(specs, cfg.dims, grid, FSDP, read),
-            engine=Engine(comm=comm, kernels=kernels_for(device, dtype)),
+            engine=Engine(
+                comm=comm, kernels=kernels_for(device, dtype), block=compiled(dynamic=True) if compile else block
+            ),
             tokenizer=tokenizer_for(DataConfig(tokenizer=tokenizer_name(path, tokenizer)), cfg),
             device=device,
             mesh=mesh,

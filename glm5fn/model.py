@@ -72,6 +72,12 @@ def init_params(
     return unflatten(flat)
 
 
+def compiled(dynamic: bool | None = None) -> Callable[..., Passed]:
+    """The layer function, compiled: each kind of layer is a graph, and another in evaluation. dynamic: of any size."""
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(block, dynamic=dynamic)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Engine:
     """How the layers are run: the exchanges, the kernels, the layer function (compiled or not), the training's terms.

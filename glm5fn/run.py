@@ -89,8 +89,6 @@ def compute_dtype(run: RunConfig) -> torch.dtype:
 
 
 def make_setup(run: RunConfig, device: str, grid: Grid | None, data: Data) -> Setup:
-    if run.compile:  # each kind of layer is a graph, and another in evaluation
-        torch._dynamo.config.recompile_limit = 64
     dtype = compute_dtype(run)
     comm = comm_for(grid, dtype, widest(device) if run.deterministic else torch.float32)
     return Setup(
@@ -106,7 +104,7 @@ def make_setup(run: RunConfig, device: str, grid: Grid | None, data: Data) -> Se
             cfg=run.model,
             comm=comm,
             kernels=kernels_for(device, dtype),
-            block=torch.compile(model.block) if run.compile else model.block,
+            block=model.compiled() if run.compile else model.block,
             terms=run.terms,
             recompute=run.recompute == "layer",
         ),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .block import Params, block_specs
 from .config import ModelConfig
-from .decode import CHUNK, Cache, init_cache, keeping, logits_of, placed, trim
+from .decode import CHUNK, Cache, engine_for, init_cache, keeping, logits_of, placed, trim
 from .model import Engine, mtp_specs
 from .mtp import joined
 
@@ -112,7 +112,7 @@ def advance_depth(
         y = joined(params, number, x[:, part], tokens[:, part], cfg, engine)
         past = cache.length
         where, cache = placed(cache, y.shape[1], None if real is None else real[:, part], comm)
-        own = replace(engine, comm=keeping(comm, cache.kept[str(layer)], past))
+        own = engine_for(y.shape[1], engine, keeping(comm, cache.kept[str(layer)], past))
         y, _, _ = own.layer(weights, block_specs(cfg, layer), y, where, None, cfg)
         found.append(engine.kernels.rms_norm(y, norm, cfg.rms_norm_eps))
     return torch.cat(found, 1), cache

@@ -63,6 +63,28 @@ def test_the_text_behind_a_prompt_is_shown_with_what_it_took(drafts, model, expe
     assert capsys.readouterr().out == shown.out
 
 
+def test_compiled_layers_run_all_but_the_prompt(model, expected, capsys, monkeypatch):
+    steps = []
+
+    def compiled(function, dynamic):
+        assert dynamic
+        return lambda params, x, *rest, **how: steps.append(x.shape[1]) or function(params, x, *rest, **how)
+
+    monkeypatch.setattr("torch.compile", compiled)
+    assert generate("--model", model, "--prompt", PROMPTS[1], "--compile") == 0
+    assert capsys.readouterr().out == BYTES.decode([token for token in expected[1] if token != 256]) + "\n"
+    assert steps == [1] * CFG.num_hidden_layers * (len(expected[1]) - 1)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_writes_the_text_of_one_that_is_not(model, capsys):
+    texts = []
+    for flags in ([], ["--compile"]):
+        assert generate("--model", model, "--prompt", PROMPTS[1], *flags) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
 def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -238,6 +260,7 @@ def test_characters_that_tokens_cut_across_are_shown_whole():
         (["--prompt", ""], "prompt 1 has no token"),
         (["--prompt", "x" * 200], "prompt 1 has 200 tokens: must have fewer than max_position_embeddings"),
         (["--prompt", "x", "--batch", "0"], "--batch (0) must be at least 1"),
+        (["--prompt", "x", "--compile", "--drafts", "2"], "--compile and --drafts (2) exclude each other"),
         (["--prompt", "x", "--temperature", "-1"], "--temperature (-1.0) must be at least 0"),
         (["--chat", "--prompt", "x"], "has no chat template"),
         (["--jsonl", "bad.jsonl", "--out", "o"], "bad.jsonl:2: the line must be one JSON object"),

@@ -1,5 +1,6 @@
 """Continuations of prompts: greedy, drawn, by drafts that are verified, and on several ranks."""
 
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -9,6 +10,7 @@ from test_layouts import GRIDS, HEADS, grid_of
 from test_oracle import EXPERTS, GLM4, randomize
 from test_oracle_glm5 import CFG_M, make_oracle, with_stable_topk
 from tiny import FAMILIES, GLM5, random_params, tiny
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     Glm4Config,
     Glm4ForCausalLM,
@@ -25,7 +27,7 @@ from configs import LAYOUTS
 from glm5fn import ConfigError, flatten, forward, forward_mtp, load, mesh, speculate
 from glm5fn.collectives import comm_for
 from glm5fn.generate import generate
-from glm5fn.model import Engine, model_specs
+from glm5fn.model import Engine, compiled, model_specs
 from glm5fn.sampling import Sampling, distribution, draw, verified
 
 F64 = torch.float64
@@ -67,6 +69,27 @@ def test_each_row_of_a_batch_has_the_tokens_that_whole_forward_passes_give_it(na
         ids, logs = slow(params, prompt, cfg, 12)
         assert row.ids == ids and row.finish == "length"
         torch.testing.assert_close([token.logprob for token in row.tokens], logs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(changes, marks=() if name == "glm4" else pytest.mark.slow) for name, changes in FAMILIES.items()],
+    ids=FAMILIES,
+)
+def test_compiled_layers_write_the_same_and_are_compiled_once_for_each_kind(changes):
+    cfg = tiny(**changes)
+    params, prompts = random_params(cfg, dtype=F64), random_prompts((3, 19, 1))
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    with patch("torch.compile", partial(torch.compile, backend=graphs)):
+        engine = Engine(block=compiled(dynamic=True))
+    counts = []
+    for found in generate(params, prompts, cfg, engine, most=24):
+        ids = [row.ids for row in found]
+        counts.append(sum(len(one.graph.nodes) > 0 for one in graphs.graphs))
+    assert ids == [row.ids for row in run(params, prompts, cfg, most=24)]
+    kinds = {(cfg.is_moe(i), cfg.indexers[i : i + 1]) for i in range(cfg.num_hidden_layers)}
+    assert counts[0] == 0 and counts[1:] == [len(kinds)] * 23  # a prompt is run by the layers as they are
 
 
 @pytest.mark.slow

@@ -102,7 +102,8 @@ def test_a_two_process_run_equals_that_of_torchrun(tmp_path):
 def test_torchrun_with_another_number_of_processes_is_refused_with_the_equation(tmp_path):
     torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node", "3")
     code, printed = finish(start("--config", "dense-dp2", *TINY, "--out", tmp_path / "out", launcher=torchrun))
-    assert code != 0 and "started 3 processes" in printed and "mesh.dp-shard (2) x mesh.cp (1) = 2" in printed, printed
+    assert code != 0 and "started 3 processes" in printed, printed
+    assert "mesh.dp-shard (2) x mesh.cp (1) x mesh.tp (1) = 2" in printed, printed
     assert not (tmp_path / "out").exists() and not processes_of(tmp_path / "out")
 
 
