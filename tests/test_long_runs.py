@@ -55,8 +55,8 @@ def test_by_default_layouts_differ_by_rounding_alone(precision, average, tmp_pat
 
 # Runs on grids against one process. Their losses differ by rounding alone until it moves a score across a cut: a token
 # takes another expert, a query another key, and from there on they are two trainings of one recipe. Of thousands of
-# choices a step this happens to a few in a hundred steps of moe-tiny and dsa-tiny, and in the twelve layers of
-# glm5-tiny, whose scores are still close together, from the first steps on. test_layouts.py compares exactly.
+# choices a step the first is another one between steps 13 and 49, and in moe-tiny none. test_layouts.py compares
+# exactly.
 GRIDS = {
     "moe-tiny": {"ep2": ["--mesh.dp-shard", "2", "--mesh.ep", "2"]},
     "dsa-tiny": {"dp2": ["--mesh.dp-shard", "2"], "cp2": ["--mesh.cp", "2"]},
@@ -68,7 +68,6 @@ GRIDS = {
         "tp2": ["--mesh.tp", "2"],
     },
 }
-STEADY = {"moe-tiny": 10, "dsa-tiny": 10, "glm5-tiny": 1}  # steps before the first such choice, at least
 ROUNDING, FLIPPED = 2e-6, 1e-2
 DENSE_ATTENTION = ["--model.index-topk", "128"]  # as many as there are: every query attends to all its keys
 
@@ -102,7 +101,7 @@ def test_heads_on_two_ranks_train_as_one_process(precision, average, tmp_path):
 @pytest.mark.parametrize("model", GRIDS)
 def test_every_grid_trains_as_one_process(model, tmp_path):
     for found, average in differences(tmp_path, model):
-        assert max(found[: STEADY[model]]) <= ROUNDING and average <= FLIPPED
+        assert max(found[:10]) <= ROUNDING and average <= (1e-6 if model == "moe-tiny" else FLIPPED)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,7 @@ def test_deterministic_grids_of_data_and_experts_have_the_losses_of_one_process(
 )
 def test_every_grid_trains_as_one_process_where_no_key_is_left_out(model, grids, limit, tmp_path):
     for found, average in differences(tmp_path, model, *DENSE_ATTENTION, grids=grids):
-        assert max(found[: STEADY[model]]) <= ROUNDING and average <= limit
+        assert max(found[:10]) <= ROUNDING and average <= limit
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ FEW = 64  # rows of all experts, as when texts get one token more: then small op
 
 
 def widened(a: Tensor, b: Tensor) -> Tensor:
-    return torch.mm(upcast(a), upcast(b)).type_as(a)
+    return matmul(upcast(a), upcast(b)).type_as(a)
 
 
 def product_for(x: Tensor) -> Product:
