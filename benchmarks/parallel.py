@@ -23,6 +23,7 @@ from turns import System, start
 from configs import RUNS
 from glm5fn import limits
 from glm5fn.corpora import open_data
+from glm5fn.fetch import scatter_sum
 from glm5fn.mesh import make_grid
 from glm5fn.rehearsal import Ledger, by_kind
 from glm5fn.run import begin, make_setup
@@ -92,7 +93,7 @@ def repeat(exchanges: list[tuple[str, int]]) -> float:
         if kind == "all-gather":
             dist.all_gather_into_tensor(whole[: 2 * many], part[:many])
         elif kind == "reduce-scatter":
-            dist.reduce_scatter_tensor(part[:many], whole[: 2 * many])
+            scatter_sum(whole[: 2 * many].view(2, -1))
         elif kind == "all-to-all":
             dist.all_to_all_single(part[: 2 * many], whole[: 2 * many])
         else:

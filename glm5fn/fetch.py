@@ -91,7 +91,7 @@ class Exchange:
         missing = part.step[part.dim] - held.shape[part.dim]
         full = padded(held.detach().to(part.dtype), part.dim, missing)
         raw = full.contiguous().view(-1).view(torch.uint8)
-        return F.pad(raw, (0, part.room - len(raw)))
+        return padded(raw, 0, part.room - len(raw))
 
     def finish(self, held: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the block gets."""
@@ -121,8 +121,7 @@ class Exchange:
             rows = wide[0].new_empty(self.ranks, sum(sizes), dtype=self.grad_dtype)
             for i, target in zip(self.sent, rows.split(sizes, 1), strict=True):
                 target.view(self.ranks, *self.parts[i].step).copy_(self.parts[i].cut_up(wide[i], self.ranks))
-            own = rows.new_empty(rows.shape[1])
-            dist.reduce_scatter_tensor(own, rows.view(-1), group=self.mesh.get_group(0))
+            own = scatter_sum(rows, self.mesh.get_group(0))
             self.sum_over("replicate", own)
             for i, piece in zip(self.sent, own.split(sizes), strict=True):
                 found[i] = self.parts[i].own(piece, self.ranks, self.rank)
@@ -143,6 +142,20 @@ class Exchange:
     def sum_over(self, axis: str, flat: Tensor) -> None:
         if axis in (self.mesh.mesh_dim_names or ()):
             dist.all_reduce(flat, group=self.mesh.get_group(axis))
+
+
+def scatter_sum(rows: Tensor, group: Any = None) -> Tensor:
+    """The sum over ranks of the row that is this rank's, of [ranks, n].
+
+    Gloo would sum up all rows on all ranks: there each gets the others' and sums them up itself, in their order.
+    """
+    if dist.get_backend(group) == "gloo":
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows, group=group)
+        return received.sum(0)
+    own = rows.new_empty(rows.shape[1])
+    dist.reduce_scatter_tensor(own, rows.view(-1), group=group)
+    return own
 
 
 class Gather(torch.autograd.Function):

@@ -33,6 +33,7 @@ EXCHANGES: Mapping[str, tuple[str, int | None]] = {
     "_c10d_functional::all_gather_into_tensor": ("all-gather", None),
     "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
     "_c10d_functional::reduce_scatter_tensor": ("reduce-scatter", 0),
+    "c10d::alltoall_base_": ("reduce-scatter", 1),  # `fetch.scatter_sum` by gloo
     "c10d::allreduce_": ("all-reduce", 0),
     "_c10d_functional::all_reduce": ("all-reduce", 0),
     "_c10d_functional::all_to_all_single": ("all-to-all", 0),

@@ -423,7 +423,7 @@ def traffic_of_a_gradient(grid):
     """The exchanges of one micro-batch's gradient: kind and number of elements that go in, those of bytes in bytes."""
     setup, state = make(grid, model=tiny(hidden_size=24))
     batches = setup.load(0)
-    calls, kinds = [], ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+    calls, kinds = [], ("all_gather_into_tensor", "all_to_all_single", "all_reduce")
     with ExitStack() as stack:
         for kind in kinds:
             real, sent = getattr(dist, kind), -1 if kind == "all_reduce" else 1
@@ -441,8 +441,8 @@ def test_a_block_travels_in_one_exchange_and_its_gradient_is_scattered_before_th
     calls, sizes = pools(4)(traffic_of_a_gradient, MeshConfig(dp_replicate=2, dp_shard=2))[0]
     sent = {kind: [size for name, size in calls if name == kind] for kind, _ in calls}
     fetched = 5  # embedding, two layers, norm, head; all but each layer's biases and norms of heads are cut
-    assert len(sent["all_gather_into_tensor"]) == len(sent["reduce_scatter_tensor"]) == fetched
-    scattered = sum(sent["reduce_scatter_tensor"])
+    assert len(sent["all_gather_into_tensor"]) == len(sent["all_to_all_single"]) == fetched
+    scattered = sum(sent["all_to_all_single"])
     assert scattered >= sum(size for path, size in sizes.items() if "bias" not in path)
     whole = sum(size for path, size in sizes.items() if "bias" in path)
     # Of what is scattered half is left to be summed over the copies; of biases all, over both axes; then the loss.
