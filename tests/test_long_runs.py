@@ -55,8 +55,8 @@ def test_by_default_layouts_differ_by_rounding_alone(precision, average, tmp_pat
 
 # Runs on grids against one process. Their losses differ by rounding alone until it moves a score across a cut: a token
 # takes another expert, a query another key, and from there on they are two trainings of one recipe. Of thousands of
-# choices a step the first is another one between steps 13 and 49, and in moe-tiny none. test_layouts.py compares
-# exactly.
+# choices a step the first is another one between steps 13 and 49, and in moe-tiny none. So it is where one process gets
+# a second thread: dsa-tiny is 2.7e-3 away from itself, glm5-tiny 2.1e-3. test_layouts.py compares exactly.
 GRIDS = {
     "moe-tiny": {"ep2": ["--mesh.dp-shard", "2", "--mesh.ep", "2"]},
     "dsa-tiny": {"dp2": ["--mesh.dp-shard", "2"], "cp2": ["--mesh.cp", "2"]},
@@ -126,17 +126,14 @@ def test_every_grid_trains_as_one_process_where_no_key_is_left_out(model, grids,
         assert max(found[:10]) <= ROUNDING and average <= limit
 
 
-@pytest.mark.parametrize(
-    ("model", "grid", "limit"),
-    [("moe-tiny", "ep2", FLIPPED), ("dsa-tiny", "cp2", FLIPPED), ("glm5-tiny", "cp2-ep2", 5e-3)],
-)
-def test_every_grid_trains_as_one_process_in_half_precision(model, grid, limit, tmp_path):
+@pytest.mark.parametrize(("model", "grid"), [("moe-tiny", "ep2"), ("dsa-tiny", "cp2"), ("glm5-tiny", "cp2-ep2")])
+def test_every_grid_trains_as_one_process_in_half_precision(model, grid, tmp_path):
     """In rows as long as the runs have them: a short one can be a line of one character, whose tokens err together.
 
     Each rank rounds its part of a gradient. So does one process that computes other rows at once: with two in a batch
-    dsa-tiny is 3.6e-3 away from itself with one, and 5.2e-3 on two ranks, of which a single step makes an eighth. The
-    experts of moe-tiny, which get the rows of both ranks at once, round their gradients once where one process does
-    twice: 8.0e-3, and nothing where a deterministic run computes each rank's rows on their own.
+    dsa-tiny is 3.6e-3 away from itself with one. The experts of moe-tiny, which get the rows of both ranks at once,
+    round their gradients once where one process does twice: 4.9e-3, and nothing where a deterministic run computes each
+    rank's rows on their own.
     """
     for _, average in differences(tmp_path, model, "--data.seq-len", "256", "--precision", "bf16", grids=[grid]):
-        assert average <= limit
+        assert average <= 5e-3
