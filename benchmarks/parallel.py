@@ -93,7 +93,7 @@ def repeat(exchanges: list[tuple[str, int]]) -> float:
         if kind == "all-gather":
             dist.all_gather_into_tensor(whole[: 2 * many], part[:many])
         elif kind == "reduce-scatter":
-            scatter_sum(whole[: 2 * many].view(2, -1))
+            scatter_sum(whole[: 2 * many].view(2, -1))()
         elif kind == "all-to-all":
             dist.all_to_all_single(part[: 2 * many], whole[: 2 * many])
         else:

@@ -34,7 +34,7 @@ def comm_for(grid: Grid | None, dtype: torch.dtype, grad_dtype: torch.dtype) -> 
         return start(params, specs, grid, dtype, grad_dtype if wide else dtype, grad_dtype)
 
     def fetch(params: Tree, specs: Tree, started: Started | None = None) -> Tree:
-        return finish(begin(params, specs) if started is None else started, params, specs, grid)
+        return finish(begin(params, specs) if started is None else started, specs, grid)
 
     def total(value: Tensor) -> Tensor:
         value = value.detach().clone()

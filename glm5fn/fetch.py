@@ -1,7 +1,7 @@
 """A block's parameters in one exchange: what each rank holds is gathered, and the gradients are scattered back."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,8 @@ class Part:
 
     def own(self, piece: Tensor, ranks: int, rank: int) -> Tensor:
         """A rank's part without what it is filled up with."""
+        if self.dim < 0:
+            return piece.view(self.size)
         n = cut(self.size[self.dim], ranks, rank)[1]
         return piece.view(self.step).narrow(self.dim, 0, n).contiguous()
 
@@ -81,6 +83,7 @@ class Exchange:
         self.ranks, self.rank, self.device = mesh.size(0), mesh.get_local_rank(0), held[0].device
         self.sent = [i for i, part in enumerate(parts) if part.dim >= 0]
         self.work: Any = None
+        self.coming: list[tuple[Sequence[int], Callable[[], Tensor]]] = []  # gradients on their way: whose, and a wait
         if self.sent:
             own = torch.cat([self.raw(parts[i], held[i]) for i in self.sent])
             self.gathered = own.new_empty(self.ranks * len(own))
@@ -109,56 +112,93 @@ class Exchange:
             at += part.room
         return tuple(found)
 
-    def back(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """The gradients of what this rank holds, summed over all ranks: scattered first, and the rest over copies."""
+    def send_back(self, grads: Sequence[Tensor | None]) -> None:
+        """Begin to add up the gradients of all ranks: each rank gets the sum of what it holds."""
         wide = [
             torch.zeros(part.size, dtype=self.grad_dtype, device=self.device) if grad is None else grad
             for grad, part in zip(grads, self.parts, strict=True)
         ]
-        found: dict[int, Tensor] = {}
         if self.sent:
             sizes = [math.prod(self.parts[i].step) for i in self.sent]
             rows = wide[0].new_empty(self.ranks, sum(sizes), dtype=self.grad_dtype)
             for i, target in zip(self.sent, rows.split(sizes, 1), strict=True):
                 target.view(self.ranks, *self.parts[i].step).copy_(self.parts[i].cut_up(wide[i], self.ranks))
-            own = scatter_sum(rows, self.mesh.get_group(0))
-            self.sum_over("replicate", own)
-            for i, piece in zip(self.sent, own.split(sizes), strict=True):
-                found[i] = self.parts[i].own(piece, self.ranks, self.rank)
-        if whole := [i for i in range(len(wide)) if i not in found]:
+            self.coming.append((self.sent, scatter_sum(rows, self.mesh.get_group(0))))
+        if whole := [i for i, part in enumerate(self.parts) if part.dim < 0]:
             flat = torch.cat([wide[i].to(self.grad_dtype).flatten() for i in whole])
-            if self.ranks > 1:
-                dist.all_reduce(flat, group=self.mesh.get_group(0))
-            self.sum_over("replicate", flat)
-            for i, piece in zip(whole, flat.split([wide[i].numel() for i in whole]), strict=True):
-                found[i] = piece.view(self.parts[i].size)
+            self.coming.append((whole, total(flat, self.mesh.get_group(0)) if self.ranks > 1 else lambda: flat))
+
+    def come_back(self) -> list[Tensor]:
+        """The gradients of what this rank holds, summed over all ranks, of copies and of shares too."""
+        found: dict[int, Tensor] = {}
+        while self.coming:
+            numbers, wait = self.coming.pop()
+            own = wait()
+            self.sum_over("replicate", own)
+            sizes = [math.prod(self.parts[i].step) for i in numbers]
+            for i, piece in zip(numbers, own.split(sizes), strict=True):
+                found[i] = self.parts[i].own(piece, self.ranks, self.rank)
         if shared := [i for i, part in enumerate(self.parts) if part.shared]:
             flat = torch.cat([found[i].flatten() for i in shared])
             self.sum_over("tp", flat)
             for i, piece in zip(shared, flat.split([found[i].numel() for i in shared]), strict=True):
                 found[i] = piece.view(found[i].shape)
-        return [found[i] for i in range(len(wide))]
+        return [found[i] for i in range(len(self.parts))]
 
     def sum_over(self, axis: str, flat: Tensor) -> None:
         if axis in (self.mesh.mesh_dim_names or ()):
             dist.all_reduce(flat, group=self.mesh.get_group(axis))
 
 
-def scatter_sum(rows: Tensor, group: Any = None) -> Tensor:
-    """The sum over ranks of the row that is this rank's, of [ranks, n].
+def total(flat: Tensor, group: Any) -> Callable[[], Tensor]:
+    """Begin to add up a tensor over ranks, in place; what is returned waits for it."""
+    work: Any = dist.all_reduce(flat, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return flat
+
+    return wait
+
+
+def scatter_sum(rows: Tensor, group: Any = None) -> Callable[[], Tensor]:
+    """Begin to sum over ranks the row that is this rank's, of [ranks, n]; what is returned waits for it.
 
     Gloo would sum up all rows on all ranks: there each gets the others' and sums them up itself, in their order.
     """
-    if dist.get_backend(group) == "gloo":
-        received = torch.empty_like(rows)
-        dist.all_to_all_single(received, rows, group=group)
-        return received.sum(0)
-    own = rows.new_empty(rows.shape[1])
-    dist.reduce_scatter_tensor(own, rows.view(-1), group=group)
-    return own
+    gloo = dist.get_backend(group) == "gloo"
+    found = torch.empty_like(rows) if gloo else rows.new_empty(rows.shape[1])
+    exchange = dist.all_to_all_single if gloo else dist.reduce_scatter_tensor
+    work: Any = exchange(found, rows if gloo else rows.view(-1), group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return found.sum(0) if gloo else found
+
+    return wait
+
+
+class Rest(torch.autograd.Function):
+    """What a rank holds, before it is gathered. Its backward pass waits for the gradients that `Gather` has sent.
+
+    Autograd runs what was made later first. So an exchange that began before another block computed is not waited for
+    until that block's backward pass is done.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, *held: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        ctx.set_materialize_grads(False)
+        return held
+
+    @staticmethod
+    def backward(ctx: Any, *_: None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.exchange.come_back()
 
 
 class Gather(torch.autograd.Function):
+    """What a block gets of what ranks hold. Its backward pass sends the gradients, and leaves the rest to `Rest`."""
+
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, *held: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
@@ -166,11 +206,12 @@ class Gather(torch.autograd.Function):
         return exchange.finish(held)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.back(grads)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.exchange.send_back(grads)
+        return None, *(None for _ in grads)
 
 
-Started = Mapping[str, Exchange]  # by mesh
+Started = Mapping[str, tuple[Exchange, tuple[Tensor, ...]]]  # by mesh, with what the rank holds
 
 
 def start(
@@ -182,19 +223,18 @@ def start(
     for name, mesh, own in (("dense", grid.dense, dtype), ("expert", grid.expert, expert_dtype)):
         if paths := paths_on(mesh, rows, grid):
             parts = [Part.of(leaves[path], rows[path].dtype(own)) for path in paths]
-            held = [leaves[path].to_local().detach() for path in paths]
-            started[name] = Exchange(mesh, parts, held, grad_dtype)
+            held = [leaves[path].to_local(grad_placements=leaves[path].placements) for path in paths]
+            exchange = Exchange(mesh, parts, held, grad_dtype)
+            started[name] = exchange, Rest.apply(exchange, *held)
     return started
 
 
-def finish(started: Started, params: Tree, specs: Tree, grid: Grid) -> dict[str, Any]:
+def finish(started: Started, specs: Tree, grid: Grid) -> dict[str, Any]:
     """The plain tensors that a block computes with; their gradients take the way back."""
-    rows, leaves = flatten(specs), flatten(params)
+    rows = flatten(specs)
     found: dict[str, Tensor] = {}
-    for exchange in started.values():
-        paths = paths_on(exchange.mesh, rows, grid)
-        held = [leaves[path].to_local(grad_placements=leaves[path].placements) for path in paths]
-        found |= dict(zip(paths, Gather.apply(exchange, *held), strict=True))
+    for exchange, held in started.values():
+        found |= dict(zip(paths_on(exchange.mesh, rows, grid), Gather.apply(exchange, *held), strict=True))
     return unflatten({path: found[path] for path in rows})
 
 

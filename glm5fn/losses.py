@@ -49,14 +49,14 @@ def loss(
     own = prepare(batch, cfg.mtp_depths, engine.comm)
     count = counts(batch, cfg, engine.comm) if count is None else count
     indexer, router, mtp = engine.terms.indexer, engine.terms.router, engine.terms.mtp
-    x, terms = trunk(params, own.tokens, cfg, own.where, engine)
+    x, terms, started = trunk(params, own.tokens, cfg, own.where, engine, head=True)
 
-    def nll(x: Tensor, targets: Tensor, detach: bool = False) -> Tensor:
-        head, x = head_weight(params, cfg, engine), engine.comm.enter(x).flatten(0, 1)
+    def nll(x: Tensor, targets: Tensor, detach: bool = False, started: Any = None) -> Tensor:
+        head, x = head_weight(params, cfg, engine, started), engine.comm.enter(x).flatten(0, 1)
         head = head.detach() if detach else head
         return engine.comm.token_loss(engine.kernels.token_loss, x, head, targets.flatten())
 
-    sums = {"nll": nll(x, own.targets)}
+    sums = {"nll": nll(x, own.targets, started=started)}
     weights = {"nll": (1.0, "labels"), "kl": (indexer.coef, "real")}
     weights |= {"balance": (router.balance_coef, "documents"), "z": (router.z_coef, "real")}
     if mtp.coef and cfg.mtp_depths:

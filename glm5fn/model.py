@@ -91,9 +91,13 @@ class Engine:
     recompute: bool = False
     terms: Terms = PLAIN
 
-    def fetch(self, params: Params, specs: Params, name: str) -> Tensor:
+    def begin(self, params: Params, specs: Params, name: str) -> Any:
+        """Start the exchange of one tensor of the tree."""
+        return self.comm.begin({name: params[name]}, {name: specs[name]})
+
+    def fetch(self, params: Params, specs: Params, name: str, started: Any = None) -> Tensor:
         """One tensor of the tree."""
-        return self.comm.fetch({name: params[name]}, {name: specs[name]})[name]
+        return self.comm.fetch({name: params[name]}, {name: specs[name]}, started)[name]
 
     def logits(self, x: Float[Tensor, "*b d"], head: Tensor) -> Float[Tensor, "*b v"]:
         """Those of all token ids, by this rank's rows of the head."""
@@ -152,10 +156,14 @@ class Engine:
 
 
 class Trunk(NamedTuple):
-    """x: hidden states after the final norm. terms: the sums of those of the layers."""
+    """x: hidden states after the final norm. terms: the sums of those of the layers.
+
+    head: the exchange of the output projection, if it is on its way.
+    """
 
     x: Float[Tensor, "b s d"]
     terms: dict[str, Any]
+    head: Any
 
 
 def trunk(
@@ -165,23 +173,32 @@ def trunk(
     where: Documents,
     engine: Engine,
     comm_of: Callable[[int], Comm] | None = None,
+    head: bool = False,
 ) -> Trunk:
-    """Token ids -> hidden states after the final norm. comm_of: the exchanges of each layer, if it has its own."""
-    specs, indexers = outer_specs(cfg), cfg.indexers
+    """Token ids -> hidden states after the final norm. Each layer's parameters travel while the one before computes.
+
+    comm_of: the exchanges of each layer, if it has its own. head: what `head_weight` needs travels during the last one.
+    """
+    specs, indexers, layers = outer_specs(cfg), cfg.indexers, params["layers"]
     terms, selected = {}, None
-    x = engine.comm.embed(engine.fetch(params, specs, "embed"), tokens)
-    started = None
+    embed = engine.begin(params, specs, "embed")
+    started = engine.comm.begin(layers["0"], block_specs(cfg, 0))
+    x = engine.comm.embed(engine.fetch(params, specs, "embed", embed), tokens)
+    norm, head_started = None, None
     for i in range(cfg.num_hidden_layers):
         ends = engine.terms.indexer.teacher == "source" or indexers[i + 1 : i + 2] != ("shared",)
-        weights, rows = params["layers"][str(i)], block_specs(cfg, i)
-        now = engine.comm.begin(weights, rows) if started is None else started
-        if i + 1 < cfg.num_hidden_layers:  # whose parameters travel while this one computes
-            started = engine.comm.begin(params["layers"][str(i + 1)], block_specs(cfg, i + 1))
+        weights, rows, now = layers[str(i)], block_specs(cfg, i), started
+        if i + 1 < cfg.num_hidden_layers:
+            started = engine.comm.begin(layers[str(i + 1)], block_specs(cfg, i + 1))
+        else:
+            norm = engine.begin(params, specs, "norm")
+            head_started = engine.begin(params, specs, head_name(params)) if head else None
         shared = selected if indexers[i : i + 1] == ("shared",) else None
         own = engine if comm_of is None else replace(engine, comm=comm_of(i))
         x, selected, found = own.layer(weights, rows, x, where, shared, cfg, ends, started=now)
         terms = add(terms, named(f"layers.{i}", found))
-    return Trunk(engine.kernels.rms_norm(x, engine.fetch(params, specs, "norm"), cfg.rms_norm_eps), terms)
+    x = engine.kernels.rms_norm(x, engine.fetch(params, specs, "norm", norm), cfg.rms_norm_eps)
+    return Trunk(x, terms, head_started)
 
 
 def named(path: str, found: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -200,9 +217,13 @@ def add(terms: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     return total
 
 
-def head_weight(params: Params, cfg: ModelConfig, engine: Engine) -> Float[Tensor, "v d"]:
+def head_name(params: Params) -> str:
+    return "head" if "head" in params else "embed"
+
+
+def head_weight(params: Params, cfg: ModelConfig, engine: Engine, started: Any = None) -> Float[Tensor, "v d"]:
     """The output projection; a tied one is fetched on its own, so that its gradient is summed in full precision."""
-    return engine.fetch(params, outer_specs(cfg), "head" if "head" in params else "embed")
+    return engine.fetch(params, outer_specs(cfg), head_name(params), started)
 
 
 def forward(
@@ -221,8 +242,8 @@ def forward(
     """
     engine = Engine(**how)
     prepared = prepare(inputs(tokens, positions, segments), 0, engine.comm)
-    x = trunk(params, prepared.tokens, cfg, prepared.where, engine).x
-    return engine.logits(engine.comm.enter(x), head_weight(params, cfg, engine))
+    x, _, head = trunk(params, prepared.tokens, cfg, prepared.where, engine, head=True)
+    return engine.logits(engine.comm.enter(x), head_weight(params, cfg, engine, head))
 
 
 def inputs(tokens: Tensor, positions: Tensor | None, segments: Tensor | None) -> dict[str, Tensor]:

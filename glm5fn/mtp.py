@@ -79,8 +79,8 @@ def forward_mtp(
     """
     engine = Engine(**how)
     prepared = prepare(inputs(tokens, positions, segments), cfg.mtp_depths, engine.comm)
-    x = trunk(params, prepared.tokens, cfg, prepared.where, engine).x
-    head = head_weight(params, cfg, engine)
+    x, _, started = trunk(params, prepared.tokens, cfg, prepared.where, engine, head=True)
+    head = head_weight(params, cfg, engine, started)
     main, *further = (
         engine.logits(engine.comm.enter(states), head)
         for states in (x, *(depth.x for depth in depths(params, x, cfg, prepared, engine)))

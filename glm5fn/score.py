@@ -70,8 +70,8 @@ def answers(loaded: Loaded, query: Query) -> tuple[Float[Tensor, "m 2"], Tensor]
     batch = {k: torch.from_numpy(np.pad(v, missing)).to(device) for k, v in rows.items() if v is not None}
     tokens, width = batch["tokens"], query.tokens.shape[1]
     own = prepare(batch, 0, engine.comm)
-    x = engine.comm.enter(trunk(loaded.params, own.tokens, cfg, own.where, engine).x).flatten(0, 1)
-    head = head_weight(loaded.params, cfg, engine)
+    x, _, started = trunk(loaded.params, own.tokens, cfg, own.where, engine, head=True)
+    x, head = engine.comm.enter(x).flatten(0, 1), head_weight(loaded.params, cfg, engine, started)
     places = engine.comm.mine(torch.arange(tokens.numel(), device=device).view_as(tokens))
     counted = torch.zeros(tokens.numel(), dtype=torch.bool, device=device)
     counted[engine.comm.own(places).flatten()] = True  # of what several ranks compute, one tells

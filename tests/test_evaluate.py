@@ -334,7 +334,7 @@ def test_two_ranks_give_the_scores_of_one(place, pools, grid):
 
 def test_pairs_that_one_row_answers_share_it(place, monkeypatch):
     shapes, trunk = [], score.trunk
-    monkeypatch.setattr(score, "trunk", lambda *args: shapes.append(args[1].shape) or trunk(*args))
+    monkeypatch.setattr(score, "trunk", lambda *args, **how: shapes.append(args[1].shape) or trunk(*args, **how))
     score.score(loaded(place / "dense"), [(LONG, [n]) for n in range(4)] + [(LONG[:5], LONG[5:9]), (LONG[:9], [])], 8)
     assert shapes == [(1, len(LONG))]
 

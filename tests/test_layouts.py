@@ -449,6 +449,33 @@ def test_a_block_travels_in_one_exchange_and_its_gradient_is_scattered_before_th
     assert sum(sent["all_reduce"]) <= scattered // 2 + 2 * whole + 8
 
 
+def order_of_exchanges(grid):
+    """What the exchanges of one gradient do, by the number in which they began, in order."""
+    setup, state = make(grid)
+    numbers, done = {}, []
+    with ExitStack() as stack:
+        for name in ("__init__", "finish", "send_back", "come_back"):
+            real = getattr(fetch.Exchange, name)
+
+            def told(exchange, *args, real=real, name=name):
+                done.append((name, numbers.setdefault(id(exchange), (len(numbers), exchange))[0]))
+                return real(exchange, *args)
+
+            stack.enter_context(patch.object(fetch.Exchange, name, told))
+        step.gradient(setup, state.params, setup.load(0)[:1], {"labels": 63})
+    return done
+
+
+def test_parameters_and_gradients_of_a_block_travel_while_the_next_one_computes(pools):
+    done = pools(2)(order_of_exchanges, MeshConfig(dp_shard=2))[0]
+    at = {event: place for place, event in enumerate(done)}
+    during = {1: 0, 2: 1, 3: 2, 4: 2}  # by whom each begins: 0 the embedding, 1 and 2 layers, 3 the norm, 4 the head
+    assert {number for _, number in done} == {0, *during}
+    for number, other in during.items():
+        assert at["__init__", number] < at["finish", other]
+        assert at["send_back", other] < at["come_back", number]
+
+
 def failing_save(grid, root):
     setup, state = make(grid)
     try:
